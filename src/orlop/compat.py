@@ -1,0 +1,167 @@
+"""The only module that knows torch's versions and torch's private names.
+
+Owns: one small function for each thing that orlop needs of torch and that torch does not offer in public, or offers
+differently between 2.6 and 2.15. Must not know: anything of orlop but its errors. Where a function rests on a private
+name, its docstring says which.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def torch_version() -> str:
+    """Torch's own version string, for example ``2.13.0+cpu``."""
+    return str(torch.__version__)
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def raw_step(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """The class's ``step``, one level below torch's profiling wrapper, so that step hooks do not fire in it.
+
+    ``Optimizer._patch_step_function`` wraps ``step`` at the first construction and marks the wrapper ``hooked``.
+    """
+    step: Any = optimizer_class.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+def without_dynamo(function: F) -> F:
+    """``torch.compile`` runs `function` eagerly, whatever calls it (``torch._disable_dynamo``)."""
+    return torch._disable_dynamo(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+LOAD_PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
+LOAD_POST_HOOKS = "_optimizer_load_state_dict_post_hooks"
+
+
+def load_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """What ``register_load_state_dict_pre_hook`` registered, in order."""
+    return list(getattr(optimizer, LOAD_PRE_HOOKS).values())
+
+
+def load_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """What ``register_load_state_dict_post_hook`` registered, in order."""
+    return list(getattr(optimizer, LOAD_POST_HOOKS).values())
+
+
+def is_fsdp1_parameter(param: torch.Tensor) -> bool:
+    """Whether FSDP1 owns the parameter: a flat parameter, or a view into one (``use_orig_params=True``)."""
+    return bool(getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False))
+
+
+# -- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or the tensor itself; no copy, no autograd, collectives in flight waited for.
+
+    ``DTensor._local_tensor`` is the stable object; ``to_local()`` of a Parameter makes a new one each time from 2.13.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: Any = tensor._local_tensor
+    wait = getattr(local, "wait", None)  # AsyncCollectiveTensor
+    return wait() if wait is not None else local  # type: ignore[no-any-return]
+
+
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is torch's own kind (Tensor, Parameter, Buffer or DTensor), not some wrapper subclass."""
+    return type(tensor) in (torch.Tensor, Parameter, DTensor) or isinstance(
+        tensor, (torch.nn.Buffer, torch.nn.Parameter)
+    )
+
+
+def dtensor_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as this rank's part of a DTensor with the mesh, placements and global shape of `param`.
+
+    The local tensor keeps its device, storage and dtype: ``DTensor.from_local`` would move it to the mesh's device, so
+    the constructor is called with a copy of ``param._spec``. For a plain `param` the answer is `local` itself.
+    """
+    if not isinstance(param, DTensor):
+        return local
+    spec = copy.copy(param._spec)
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def empty_state_like(param: torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """An empty tensor with the shape, strides and (for a DTensor) mesh and placements of `param`; local on `device`."""
+    local = local_tensor(param)
+    empty = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device=device)
+    return dtensor_like(param, empty)
+
+
+def placements(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The placements of a DTensor; ``()`` for a plain tensor."""
+    return tuple(tensor._spec.placements) if isinstance(tensor, DTensor) else ()
+
+
+def gradient_like(param: torch.Tensor) -> torch.Tensor | None:
+    """The parameter's gradient, with the parameter's own placements (redistributed where they differ)."""
+    grad = param.grad
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and placements(grad) != placements(param):
+        return grad.redistribute(placements=placements(param))
+    return grad
+
+
+# -- accelerators ----------------------------------------------------------------------------------------------------
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator that torch sees and can use on this machine, or None."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator()
+
+
+def register_pinned(address: int, nbytes: int) -> Callable[[], None] | None:
+    """Page-lock existing host memory at its exact size; returns what undoes it, or None where torch offers no way.
+
+    Uses the CUDA runtime's ``cudaHostRegister`` (also HIP's, under the same name in torch).
+    """
+    if not torch.cuda.is_available():
+        return None
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.init()
+    status = runtime.cudaHostRegister(address, nbytes, 0)
+    if int(status) != 0:
+        return None
+
+    def undo() -> None:
+        runtime.cudaHostUnregister(address)
+
+    return undo
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Torch's own flattening of a nested state dict: the flat dict, and the path of each flat key.
+
+    ``torch.distributed.checkpoint._nested_dict.flatten_state_dict``; it decides how DCP names leaves.
+    """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten
+
+    flat, paths = flatten(dict(state_dict))
+    return dict(flat), dict(paths)
+
+
+def replace(instance: Any, **changes: Any) -> Any:
+    """``dataclasses.replace`` for torch's own dataclasses."""
+    return dataclasses.replace(instance, **changes)
