@@ -106,6 +106,18 @@ def empty_state_like(param: torch.Tensor, dtype: torch.dtype, device: torch.devi
     return dtensor_like(param, empty)
 
 
+def shard_like(param: DTensor, whole: torch.Tensor) -> DTensor:
+    """`whole`, which is equal on all ranks, as a DTensor with the mesh and placements of `param`; no communication."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor, on every rank (a collective); a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def placements(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The placements of a DTensor; ``()`` for a plain tensor."""
     return tuple(tensor._spec.placements) if isinstance(tensor, DTensor) else ()
@@ -165,3 +177,64 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], d
 def replace(instance: Any, **changes: Any) -> Any:
     """``dataclasses.replace`` for torch's own dataclasses."""
     return dataclasses.replace(instance, **changes)
+
+
+def unflatten_state_dict(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The reverse of `flatten_state_dict`: torch's own rebuilding of nested dicts and lists from their paths.
+
+    ``torch.distributed.checkpoint._nested_dict.unflatten_state_dict``.
+    """
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as unflatten
+
+    return dict(unflatten(dict(flat), dict(paths)))
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def own_loading(module: torch.nn.Module) -> str | None:
+    """Why this module's values must go through its own ``load_state_dict``; None when filling them in place is the same.
+
+    Looks at ``_load_state_dict_pre_hooks`` and ``_load_from_state_dict``; torch's own hooks (FSDP2's, the checkpoint
+    wrapper's) only reshard or rename, and don't count.
+    """
+    for hook in module._load_state_dict_pre_hooks.values():
+        function = getattr(hook, "hook", hook)
+        if not _is_torchs(function):
+            return f"load_state_dict pre-hook {getattr(function, '__qualname__', type(function).__qualname__)}"
+    for name in ("_load_from_state_dict", "load_state_dict"):
+        if not _is_torchs(getattr(type(module), name)):
+            return f"{type(module).__qualname__}.{name}"
+    return None
+
+
+def _is_torchs(function: Any) -> bool:
+    home = getattr(function, "__module__", None) or type(function).__module__
+    return home == "torch" or home.startswith("torch.")
+
+
+def fire_load_post_hooks(module: torch.nn.Module) -> None:
+    """Run what ``register_load_state_dict_post_hook`` registered, children first, as ``load_state_dict`` does.
+
+    ``_load_state_dict_post_hooks``; nothing is missing or unexpected.
+    """
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    for child in module._modules.values():
+        if child is not None:
+            fire_load_post_hooks(child)
+    for hook in module._load_state_dict_post_hooks.values():
+        hook(module, _IncompatibleKeys([], []))
+
+
+def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's part of a DTensor lies in the global tensor: (offsets, sizes); all of a plain tensor.
+
+    ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``.
+    """
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(sizes)

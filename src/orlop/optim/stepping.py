@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -29,14 +29,8 @@ class StateMap(defaultdict[Any, Any]):
     appears with its first step has none until then, and that is the truth to save, not a reason to step.
     """
 
-    def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = ()) -> None:
-        super().__init__(dict, entries)
-
     def __bool__(self) -> bool:
         return True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StateMap, (), None, None, iter(self.items())
 
 
 def step_on(optimizer: Optimizer, step: Callable[[Optimizer], Any], groups: list[Group], state: State) -> None:

@@ -1,0 +1,412 @@
+"""What a swapped class owes to everything that handles optimizers: schedulers, hooks, closures, scalers, copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import orlop
+from orlop.errors import HostMemoryError, OptimizerRefused, ParameterReplaced, StateNotReady
+from orlop.optim import swap as swap_module
+from orlop.optim.link import ThreadLink
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+
+
+def give_gradients(model, number=0):
+    generator = torch.Generator().manual_seed(number)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def pair(**kwargs):
+    """The same model twice, with a stock and a swapped AdamW."""
+    model, other = make_model(), make_model()
+    return (model, orlop.SwapAdamW(model.parameters(), **kwargs)), (other, torch.optim.AdamW(other.parameters(), **kwargs))
+
+
+def assert_equal_models(model, other):
+    for param, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(param, theirs)
+
+
+def test_it_is_a_subclass_and_made_once():
+    assert issubclass(orlop.SwapAdamW, torch.optim.AdamW)
+    assert orlop.swap(torch.optim.AdamW) is orlop.SwapAdamW
+    assert orlop.swap(torch.optim.RMSprop) is orlop.swap(torch.optim.RMSprop)
+    assert orlop.swap(orlop.SwapAdamW) is orlop.SwapAdamW
+    assert issubclass(orlop.swap(torch.optim.RMSprop), torch.optim.RMSprop)
+    with pytest.raises(OptimizerRefused, match="takes an optimizer class"):
+        orlop.swap(torch.nn.Linear)
+
+
+SCHEDULERS = [
+    lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1),
+    lambda opt: torch.optim.lr_scheduler.MultiStepLR(opt, [1, 2]),
+    lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)),
+    lambda opt: torch.optim.lr_scheduler.MultiplicativeLR(opt, lambda step: 0.9),
+    lambda opt: torch.optim.lr_scheduler.ConstantLR(opt),
+    lambda opt: torch.optim.lr_scheduler.LinearLR(opt),
+    lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
+    lambda opt: torch.optim.lr_scheduler.PolynomialLR(opt),
+    lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 5),
+    lambda opt: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 5),
+    lambda opt: torch.optim.lr_scheduler.CyclicLR(opt, 0.1, 0.2, cycle_momentum=False),
+    lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10),
+    lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0),
+    lambda opt: torch.optim.lr_scheduler.SequentialLR(
+        opt,
+        [torch.optim.lr_scheduler.ConstantLR(opt), torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)],
+        milestones=[2],
+    ),
+    lambda opt: torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)]),
+]
+
+
+@pytest.mark.parametrize("make_scheduler", SCHEDULERS)
+def test_every_scheduler_drives_it(make_scheduler):
+    """B01."""
+    (model, swapped), (other, stock) = pair(lr=0.1)
+    schedulers = [make_scheduler(swapped), make_scheduler(stock)]
+    for number in range(4):
+        for each, optimizer, scheduler in ((model, swapped, schedulers[0]), (other, stock, schedulers[1])):
+            give_gradients(each, number)
+            optimizer.step()
+            scheduler.step(*([1.0] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else []))
+    assert swapped.param_groups[0]["lr"] == stock.param_groups[0]["lr"]
+    assert_equal_models(model, other)
+
+
+def test_a_changed_lr_is_what_the_next_step_uses():
+    (model, swapped), (other, stock) = pair()
+    for optimizer in (swapped, stock):
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    for number in range(3):
+        for each, optimizer in ((model, swapped), (other, stock)):
+            give_gradients(each, number)
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+            optimizer.step()
+    assert_equal_models(model, other)
+
+
+def test_frozen_parameters_are_accepted_and_have_no_state():
+    """B01."""
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    optimizer = orlop.SwapAdamW(model.parameters())
+    assert model[0].weight not in optimizer.state
+    for param in model.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    assert not optimizer.stepped(model[0].weight)
+
+
+def test_a_parameter_that_is_unfrozen_later_steps_like_a_new_one():
+    (model, swapped), (other, stock) = [
+        (m, cls(m.parameters()))
+        for m, cls in ((make_model(), orlop.SwapAdamW), (make_model(), torch.optim.AdamW))
+        if m[0].weight.requires_grad_(False) is not None
+    ]
+    for number in range(4):
+        for each, optimizer in ((model, swapped), (other, stock)):
+            if number == 2:
+                each[0].weight.requires_grad_(True)
+            give_gradients(each, number)
+            if number < 2:
+                each[0].weight.grad = None
+            optimizer.step()
+    assert_equal_models(model, other)
+    assert swapped.holds(swapped.state[model[0].weight]["exp_avg"])
+    assert swapped.state[model[0].weight]["step"] == 2
+
+
+def test_hooks_fire_once_a_step_whatever_the_windows():
+    model = make_model()
+    optimizer = orlop.SwapAdamW(model.parameters(), window_bytes=64)
+    optimizer.links[torch.device("cpu")] = ThreadLink()
+    torch.optim.AdamW(make_model().parameters())  # The stock class's own step is wrapped by its first construction.
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for _ in range(2):
+        give_gradients(model)
+        optimizer.step()
+    assert calls == ["before", "after"] * 2
+
+
+def test_the_closure_runs_once_first_with_gradients_enabled():
+    model = make_model()
+    optimizer = orlop.SwapAdamW(model.parameters(), window_bytes=64)
+    optimizer.links[torch.device("cpu")] = ThreadLink()
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    before = [param.clone() for param in model.parameters()]
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert calls == [True]
+    assert loss.requires_grad
+    assert not any(torch.equal(param, old) for param, old in zip(model.parameters(), before))
+
+
+@pytest.mark.parametrize("flags", [{}, {"fused": True}, {"foreach": True}])
+def test_grad_scaler_skips_and_unscales_as_with_the_stock_class(flags):
+    """B13, on one rank."""
+    (model, swapped), (other, stock) = pair(lr=0.1, **flags)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=16.0) for _ in range(2)]
+    for number in range(4):
+        for each, optimizer, scaler in ((model, swapped, scalers[0]), (other, stock, scalers[1])):
+            scaler.scale(torch.zeros(()))
+            give_gradients(each, number)
+            if number == 1:
+                each[0].weight.grad[0, 0] = math.inf
+            counters = [float(s["step"]) for s in optimizer.state.values()]
+            scaler.step(optimizer)
+            scaler.update()
+            if number == 1:
+                assert [float(s["step"]) for s in optimizer.state.values()] == counters
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+    assert_equal_models(model, other)
+
+
+def test_a_skipped_first_step_leaves_every_parameter_unstepped():
+    model = make_model()
+    optimizer = orlop.SwapAdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scaler.scale(torch.zeros(()))
+    give_gradients(model)
+    model[0].weight.grad.fill_(math.inf)
+    scaler.step(optimizer)
+    assert not any(optimizer.stepped(param) for param in model.parameters())
+
+
+def test_non_finite_gradients_do_what_the_stock_class_does():
+    (model, swapped), (other, stock) = pair()
+    swapped.window_bytes = 64
+    swapped.links[torch.device("cpu")] = ThreadLink()
+    for each, optimizer in ((model, swapped), (other, stock)):
+        give_gradients(each)
+        each[2].weight.grad[0, 0] = math.nan
+        optimizer.step()
+    for param, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(param.nan_to_num(7), theirs.nan_to_num(7))
+        for key, value in swapped.state[param].items():
+            assert torch.equal(value.nan_to_num(7), stock.state[theirs][key].nan_to_num(7))
+
+
+def test_state_exists_from_construction_so_torch_takes_no_hidden_step():
+    """A01."""
+    (model, swapped), (other, stock) = pair(lr=0.1)
+    calls = []
+    swapped.register_step_post_hook(lambda *_: calls.append(1))
+    state = get_optimizer_state_dict(model, swapped)
+    assert calls == []
+    assert all(entry["step"] == 0 for entry in state["state"].values())
+    for each, optimizer in ((model, swapped), (other, stock)):
+        give_gradients(each)
+        optimizer.step()
+    assert all(entry["step"] == 1 for entry in swapped.state.values())
+    assert_equal_models(model, other)
+
+
+@pytest.mark.parametrize("name, kwargs", [("SGD", {"momentum": 0.9, "dampening": 0.5}), ("Rprop", {}), ("ASGD", {})])
+def test_classes_that_make_their_own_state_have_none_before_the_first_step(name, kwargs):
+    """A01: and torch's getter does not make them step either."""
+    model = make_model()
+    optimizer = orlop.swap(getattr(torch.optim, name))(model.parameters(), **kwargs)
+    before = [param.clone() for param in model.parameters()]
+    assert get_optimizer_state_dict(model, optimizer)["state"] == {}
+    assert dict(optimizer.state) == {}
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before))
+    give_gradients(model)
+    optimizer.step()
+    assert all(optimizer.holds(v) for entry in optimizer.state.values() for v in entry.values())
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name, kwargs", [("AdamW", {}), ("SGD", {"momentum": 0.9, "dampening": 0.1}), ("NAdam", {})])
+def test_copies_continue_as_the_original_and_share_nothing(copier, name, kwargs):
+    params = [torch.nn.Parameter(torch.randn(70, 3)), torch.nn.Parameter(torch.randn(4))]
+    optimizer = orlop.swap(getattr(torch.optim, name))(params, lr=0.1, window_bytes=4321, **kwargs)
+    params[0].grad = torch.randn(70, 3)
+    optimizer.step()
+    twin = copier(optimizer)
+    assert type(twin) is type(optimizer)
+    assert twin.window_bytes == 4321
+    copies = twin.param_groups[0]["params"]
+    assert [twin.stepped(p) for p in copies] == [True, False]
+    for mine, theirs in zip(params, copies):
+        assert mine.data_ptr() != theirs.data_ptr()
+        mine.grad = torch.randn(mine.shape)
+        theirs.grad = mine.grad.clone()
+    optimizer.step()
+    twin.step()
+    for mine, theirs in zip(params, copies):
+        assert torch.equal(mine, theirs)
+        for key, value in optimizer.state[mine].items():
+            copied = twin.state[theirs][key]
+            assert torch.equal(value, copied)
+            assert twin.holds(copied)
+            assert not optimizer.holds(copied)
+
+
+def test_one_moment_does_not_drag_the_arena_along():
+    """F12: pickled, copied or saved, a moment is as large as itself."""
+    params = [torch.nn.Parameter(torch.zeros(300_000)), torch.nn.Parameter(torch.zeros(10))]
+    optimizer = orlop.SwapAdamW(params)
+    moment = optimizer.state[params[1]]["exp_avg"]
+    assert moment.storage_offset() == 0
+    assert moment.untyped_storage().nbytes() == 40
+    saved = io.BytesIO()
+    torch.save(moment, saved)
+    assert len(saved.getvalue()) < 4096
+    assert len(pickle.dumps(moment)) < 4096
+
+
+def test_moments_outlive_their_optimizer():
+    param = torch.nn.Parameter(torch.zeros(100_000))
+    optimizer = orlop.SwapAdamW([param])
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    moment = optimizer.state[param]["exp_avg"]
+    expected = moment.clone()
+    del optimizer
+    junk = [torch.rand(100_000) for _ in range(20)]
+    assert torch.equal(moment, expected)
+    del junk
+
+
+def test_add_param_group_brings_a_block_of_its_own():
+    model, extra = make_model(), torch.nn.Parameter(torch.randn(40, 2))
+    optimizer = orlop.SwapAdamW(model.parameters(), lr=0.1)
+    pointers = [v.data_ptr() for entry in optimizer.state.values() for v in entry.values()]
+    optimizer.add_param_group({"params": [extra], "lr": 0.3})
+    assert pointers == [v.data_ptr() for p in model.parameters() for v in optimizer.state[p].values()]
+    stock = torch.optim.AdamW([theirs := torch.nn.Parameter(extra.detach().clone())], lr=0.3)
+    extra.grad = theirs.grad = torch.randn(40, 2)
+    optimizer.step()
+    stock.step()
+    assert torch.equal(extra, theirs)
+    assert all(optimizer.holds(v) for v in optimizer.state[extra].values())
+
+
+def test_weights_replaced_by_value_take_effect():
+    """B06: there is no master copy that could be stale."""
+    (model, swapped), (other, stock) = pair(lr=0.1)
+    for each, optimizer in ((model, swapped), (other, stock)):
+        each.load_state_dict(make_model(seed=9).state_dict())
+        optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+        give_gradients(each)
+        optimizer.step()
+    assert_equal_models(model, make_model(seed=9))
+    for each, optimizer in ((model, swapped), (other, stock)):
+        optimizer.param_groups[0].update(lr=0.1)
+        give_gradients(each, 1)
+        optimizer.step()
+    assert_equal_models(model, other)
+
+
+def test_meta_parameters_get_their_state_at_construction_and_a_plain_to_empty_is_named():
+    with torch.device("meta"):
+        model = make_model()
+    optimizer = orlop.SwapAdamW(model.named_parameters())
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    assert moment.device.type == "cpu"
+    assert not moment.any()
+    model.to_empty(device="cpu")
+    give_gradients(model)
+    with pytest.raises(ParameterReplaced, match=r"0\.weight"):
+        optimizer.step()
+
+
+def test_too_large_an_arena_is_refused_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with torch.device("meta"):
+        param = torch.nn.Parameter(torch.empty(2**40))
+    with pytest.raises(HostMemoryError, match=r"8192\.00 GiB of host memory per rank, 16384\.00 GiB"):
+        orlop.SwapAdamW([param])
+
+
+def test_sparse_gradients_are_named():
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = orlop.swap(torch.optim.SGD)(embedding.named_parameters(), momentum=0.9, lr=0.1)
+    before = embedding.weight.clone()
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(OptimizerRefused, match="weight"):
+        optimizer.step()
+    assert torch.equal(embedding.weight, before)
+
+
+def test_differentiable_is_refused():
+    with pytest.raises(OptimizerRefused, match="differentiable"):
+        orlop.SwapAdamW(make_model().parameters(), differentiable=True)
+
+
+def test_state_stays_where_it_is():
+    assert orlop.SwapAdamW(make_model().parameters()).put_state_to_device("cpu") is False
+
+
+@pytest.mark.slow
+def test_a_compiled_training_step_runs_the_optimizer_eagerly():
+    (model, swapped), (other, stock) = pair(lr=0.1)
+
+    def train(module, optimizer):
+        optimizer.zero_grad()
+        module(torch.ones(2, 6)).square().mean().backward()
+        optimizer.step()
+
+    compiled = torch.compile(train, backend="eager")
+    for _ in range(3):
+        compiled(model, swapped)
+        train(other, stock)
+    assert_equal_models(model, other)
+
+
+class FailsInTheMiddle(torch.optim.AdamW):
+    """Fails for one parameter, on demand."""
+
+    fail = False
+
+    def step(self, closure=None):
+        if self.fail and any(p.shape == (3, 5) for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("the middle of a step")
+        return super().step(closure)
+
+
+def test_a_torn_step_refuses_to_go_on_until_a_load():
+    model = make_model()
+    optimizer = orlop.swap(FailsInTheMiddle)(model.parameters(), window_bytes=64)
+    optimizer.links[torch.device("cpu")] = ThreadLink()
+    give_gradients(model)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.fail = True
+    with pytest.raises(RuntimeError, match="the middle of a step"):
+        optimizer.step()
+    optimizer.fail = False
+    for refused in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(StateNotReady, match="window"):
+            refused()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+
+
+def test_the_public_class_is_the_one_that_the_factory_knows():
+    assert swap_module._made[torch.optim.AdamW] is orlop.SwapAdamW
