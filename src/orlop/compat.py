@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -41,7 +41,7 @@ def raw_step(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], Any]:
 
 def without_dynamo(function: F) -> F:
     """``torch.compile`` runs `function` eagerly, whatever calls it (``torch._disable_dynamo``)."""
-    return torch._disable_dynamo(function)  # type: ignore[no-any-return, no-untyped-call]
+    return cast(F, torch._disable_dynamo(function))
 
 
 LOAD_PRE_HOOKS = "_optimizer_load_state_dict_pre_hooks"
@@ -123,9 +123,8 @@ def placements(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor._spec.placements) if isinstance(tensor, DTensor) else ()
 
 
-def gradient_like(param: torch.Tensor) -> torch.Tensor | None:
-    """The parameter's gradient, with the parameter's own placements (redistributed where they differ)."""
-    grad = param.grad
+def gradient_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient of `param` with the parameter's own placements (redistributed where they differ)."""
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and placements(grad) != placements(param):
         return grad.redistribute(placements=placements(param))
     return grad
@@ -201,7 +200,9 @@ def own_loading(module: torch.nn.Module) -> str | None:
     for hook in module._load_state_dict_pre_hooks.values():
         function = getattr(hook, "hook", hook)
         if not _is_torchs(function):
-            return f"load_state_dict pre-hook {getattr(function, '__qualname__', type(function).__qualname__)}"
+            return (
+                f"load_state_dict pre-hook {getattr(function, '__qualname__', type(function).__qualname__)}"
+            )
     for name in ("_load_from_state_dict", "load_state_dict"):
         if not _is_torchs(getattr(type(module), name)):
             return f"{type(module).__qualname__}.{name}"
@@ -236,5 +237,7 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (0,) * tensor.ndim, tuple(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(offsets), tuple(sizes)

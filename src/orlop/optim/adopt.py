@@ -1,8 +1,8 @@
-"""Loads an optimizer state dict into the arena, in place: everything is decided before the first byte is copied.
+"""Loads an optimizer state dict into the arena, in place: everything is decided before the first byte is
+copied.
 
-Owns: torch's protocol for ids and groups, what counts as the same state, and what may be widened. Must not know: files. The
-caller's dict is neither changed nor aliased.
-"""
+Owns: torch's protocol for ids and groups, what counts as the same state, and what may be widened. Must not
+know: files. The caller's dict is neither changed nor aliased."""
 
 from __future__ import annotations
 
@@ -52,13 +52,12 @@ def plan_adoption(residents: Residents, groups: Sequence[Group], state_dict: Map
         state_dict: As `torch.optim.Optimizer.state_dict` makes it; ids may be numbers or FQNs.
 
     Raises:
-        CheckpointMismatch: Groups, ids, keys, shapes or dtypes differ; names parameter, key, expected and found.
+        CheckpointMismatch: Groups, ids, keys, shapes or dtypes differ; names parameter, key, expected and
+            found.
     """
     saved_groups = list(state_dict["param_groups"])
     pairs = _paired_groups(groups, saved_groups)
-    param_of = {
-        saved_id: param for live, saved in pairs for param, saved_id in _paired_params(live, saved)
-    }
+    param_of = {saved_id: param for live, saved in pairs for param, saved_id in _paired_params(live, saved)}
     saved_state = {key: _present(entry) for key, entry in state_dict["state"].items()}
     unknown = [key for key in saved_state if key not in param_of]
     if unknown:
@@ -106,7 +105,8 @@ def apply_adoption(residents: Residents, adoption: Adoption) -> None:
 
 
 def fill_group(live: Group, values: Mapping[str, Any]) -> None:
-    """Write hyperparameters into a live group: a tensor stays the same tensor object, a number stays a number."""
+    """Write hyperparameters into a live group: a tensor stays the same tensor object, a number stays a
+    number."""
     for key, value in values.items():
         current = live.get(key)
         if isinstance(current, Tensor):
@@ -183,12 +183,13 @@ def _taken_over(live: Group, saved: Group) -> dict[str, Any]:
 
 def _checked(resident: Resident, entry: Mapping[str, Any]) -> dict[str, Any]:
     """The values to copy, each checked against what the live state is."""
-    if set(entry) != set(resident.specs):
+    missing, extra = sorted(set(resident.specs) - set(entry)), sorted(set(entry) - set(resident.specs))
+    if missing or extra:
         raise CheckpointMismatch(
             "the state of a parameter has other keys than its optimizer class keeps",
             where=f"parameter {resident.name}",
             expected=_some(sorted(resident.specs)) or "no state",
-            found=f"missing {sorted(set(resident.specs) - set(entry))}, extra {sorted(set(entry) - set(resident.specs))}",
+            found=f"missing {missing}, extra {extra}",
             todo="build the optimizer with the class and options that were saved (amsgrad, momentum, ...)",
         )
     return {key: _checked_value(resident, key, value) for key, value in entry.items()}
@@ -200,7 +201,9 @@ def _checked_value(resident: Resident, key: str, value: Any) -> Any:
     if spec.number:
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if isinstance(number, Tensor):
-            raise _mismatch("a tensor where the class keeps a number", where, "a number", str(tuple(number.shape)))
+            raise _mismatch(
+                "a tensor where the class keeps a number", where, "a number", str(tuple(number.shape))
+            )
         return number
     leaf = resident.leaves[key]
     if not isinstance(value, Tensor):
@@ -209,11 +212,14 @@ def _checked_value(resident: Resident, key: str, value: Any) -> Any:
         return torch.tensor(value, dtype=leaf.dtype)
     local = compat.local_tensor(value)
     canonical = resident.canonical[key]
-    if local.shape != leaf.shape or value.shape != canonical.shape and isinstance(value, compat.DTensor):
+    if local.shape != leaf.shape or (value.shape != canonical.shape and isinstance(value, compat.DTensor)):
         raise _mismatch("the state of a parameter has another shape", where, _kind(leaf), _kind(local))
     if isinstance(value, compat.DTensor) and compat.placements(value) != compat.placements(canonical):
         raise _mismatch(
-            "the state of a parameter is placed otherwise", where, str(compat.placements(canonical)), str(compat.placements(value))
+            "the state of a parameter is placed otherwise",
+            where,
+            str(compat.placements(canonical)),
+            str(compat.placements(value)),
         )
     exact = leaf.ndim == 0 and not local.is_meta and holds_exactly(leaf.dtype, local.item())
     if not widens(local.dtype, leaf.dtype) and not exact:
@@ -225,9 +231,13 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of `source` is a value of `target`, of the same kind (float, integer, complex)."""
     if source == target:
         return True
-    if source.is_floating_point and target.is_floating_point or source.is_complex and target.is_complex:
+    if (source.is_floating_point and target.is_floating_point) or (source.is_complex and target.is_complex):
         small, large = torch.finfo(source), torch.finfo(target)
-        return small.eps >= large.eps and small.max <= large.max and small.smallest_normal >= large.smallest_normal
+        return (
+            small.eps >= large.eps
+            and small.max <= large.max
+            and small.smallest_normal >= large.smallest_normal
+        )
     kinds = (source.is_floating_point, source.is_complex, target.is_floating_point, target.is_complex)
     if any(kinds) or torch.bool in (source, target):
         return False
@@ -245,7 +255,7 @@ def holds_exactly(dtype: torch.dtype, value: Any) -> bool:
         stored = torch.tensor(value, dtype=dtype).item()
     except (RuntimeError, OverflowError, TypeError):
         return False
-    return bool(stored == value) or stored != stored and value != value
+    return bool(stored == value) or (stored != stored and value != value)
 
 
 def _fill(leaf: Tensor, value: Tensor) -> None:
@@ -256,7 +266,11 @@ def _fill(leaf: Tensor, value: Tensor) -> None:
 
 def _mismatch(what: str, where: str, expected: str, found: str) -> CheckpointMismatch:
     return CheckpointMismatch(
-        what, where=where, expected=expected, found=found, todo="load into the model and optimizer that were saved"
+        what,
+        where=where,
+        expected=expected,
+        found=found,
+        todo="load into the model and optimizer that were saved",
     )
 
 

@@ -1,14 +1,15 @@
 """The host memory that owns all optimizer state of one optimizer on one rank.
 
-Owns: exact-size blocks that are never moved, and the leaves carved from them. Must not know: optimizers, parameters'
-names, devices other than "the host, page-locked or not".
+Owns: exact-size blocks that are never moved, and the leaves carved from them. Must not know: optimizers,
+parameters' names, devices other than "the host, page-locked or not".
 
-A block is one anonymous mapping. Each leaf is a storage of its own at offset 0 over its part of the block, so saving,
-pickling or copying one leaf never drags the block along; the block lives as long as one of its leaves does.
-"""
+A block is one anonymous mapping. Each leaf is a storage of its own at offset 0 over its part of the block, so
+saving, pickling or copying one leaf never drags the block along; the block lives as long as one of its leaves
+does."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import weakref
@@ -22,8 +23,9 @@ from orlop import compat
 from orlop.optim.host import HostMemory, local_world_size, read_host_memory, require_host_memory
 from orlop.optim.probe import LeafSpec
 
-# Leaves of a page or more start on a cache line; smaller ones only on a multiple of their element, or padding would cost
-# more than the state. A page and 63 bytes of padding are 1.5 %: the bound of 2 % holds for any mix.
+# Leaves of a page or more start on a cache line; smaller ones only on a multiple of their element, or padding
+# would cost more than the state. A page and 63 bytes of padding are 1.5 %: the bound of 2 % holds for any
+# mix.
 _LINE_BYTES = 64
 _PAGE_BYTES = 4096
 
@@ -82,7 +84,8 @@ class Arena:
         return len(self._blocks)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory lies in the arena (its local part's, for a DTensor); true for an empty one."""
+        """Whether the tensor's memory lies in the arena (its local part's, for a DTensor); true for an empty
+        one."""
         local = compat.local_tensor(tensor)
         if local.numel() == 0:
             return True
@@ -100,7 +103,8 @@ class Arena:
             One zeroed tensor per spec, each a storage of its own.
 
         Raises:
-            HostMemoryError: The host can't give the block, counting all ranks of this host. Nothing was allocated.
+            HostMemoryError: The host can't give the block, counting all ranks of this host. Nothing was
+                allocated.
         """
         plan = plan_block(specs)
         if plan.nbytes == 0:
@@ -126,18 +130,17 @@ def _empty(spec: LeafSpec) -> Tensor:
 class _Block:
     """One mapping of exact size, zeroed by the kernel and page-locked where asked for.
 
-    Where torch offers no way to page-lock a mapping, torch's own pinned allocation stands in; it rounds up, and
-    `nbytes` says what was really taken.
-    """
+    Where torch offers no way to page-lock a mapping, torch's own pinned allocation stands in; it rounds up,
+    and `nbytes` says what was really taken."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = nbytes
         mapping = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 4 << 20:
-            try:
+            with contextlib.suppress(
+                OSError
+            ):  # A kernel that was built without: pages are then small, no more.
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # The kernel was built without; pages are then small, nothing else differs.
         self.buffer = (ctypes.c_char * nbytes).from_buffer(mapping)
         self.address = ctypes.addressof(self.buffer)
         if pinned:
@@ -145,14 +148,17 @@ class _Block:
             if undo is None:
                 self._stand_in(nbytes)
             else:
-                # The finalizer runs before the buffer lets go of the mapping: pages are unlocked while still mapped.
+                # The finalizer runs before the buffer lets go of the mapping: pages are unlocked while still
+                # mapped.
                 weakref.finalize(self.buffer, undo)
 
     def _stand_in(self, nbytes: int) -> None:
         pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
         self.address = pinned.data_ptr()
         self.buffer = (ctypes.c_char * nbytes).from_address(self.address)
-        self.nbytes = max(nbytes, 1 << (nbytes - 1).bit_length())  # torch's host allocator rounds up to a power of two
+        self.nbytes = max(
+            nbytes, 1 << (nbytes - 1).bit_length()
+        )  # torch's host allocator rounds up to a power of two
         weakref.finalize(self.buffer, _let_go, pinned)
 
 

@@ -1,8 +1,8 @@
 """How much memory this host can still give.
 
-Owns: reading free memory and cgroup limits, and the refusal before an allocation that would end in the OOM killer. Must
-not know: what the memory is for. Reads Linux's ``/proc`` and ``/sys``; elsewhere nothing is known and nothing refused.
-"""
+Owns: reading free memory and cgroup limits, and the refusal before an allocation that would end in the OOM
+killer. Must not know: what the memory is for. Reads Linux's ``/proc`` and ``/sys``; elsewhere nothing is
+known and nothing refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class HostMemory:
 
     Attributes:
         available_bytes: What the kernel says can be allocated without swapping; None where that is not known.
-        cgroup_bytes: What is left under the tightest memory limit of this process's control groups; None without one.
+        cgroup_bytes: What is left under the tightest memory limit of this process's control groups; None
+            without one.
     """
 
     available_bytes: int | None
@@ -36,7 +37,9 @@ class HostMemory:
 
 def read_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
     """Read free memory and cgroup limits as they are now."""
-    return HostMemory(available_bytes=_mem_available(proc / "meminfo"), cgroup_bytes=_cgroup_left(proc, cgroups))
+    return HostMemory(
+        available_bytes=_mem_available(proc / "meminfo"), cgroup_bytes=_cgroup_left(proc, cgroups)
+    )
 
 
 def local_world_size() -> int:
@@ -79,7 +82,7 @@ def _cgroup_left(proc: Path, root: Path) -> int | None:
     """The least that is left between this process's group and the root, in either cgroup version."""
     left: list[int] = []
     for line in _read(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if controllers == "":
             names, base = ("memory.max", "memory.current"), root
         elif "memory" in controllers.split(","):

@@ -1,12 +1,12 @@
 """The path between host and device.
 
-Owns: copies, the device buffers that hold a window, and the order between copies and compute. Must not know: optimizers,
-what the tensors mean, which window comes next.
+Owns: copies, the device buffers that hold a window, and the order between copies and compute. Must not know:
+optimizers, what the tensors mean, which window comes next.
 
-One contract, three links. For each window the step says `bring_up(hosts)`, waits for `Cargo.wait_arrived`, computes on
-`Cargo.lent`, then says `take_home(cargo, pairs)` and, when it needs the host side again, `finish()`. Each call starts work
-and returns; today's step waits at once (serial), and three windows at a time fit the same calls.
-"""
+One contract, three links. For each window the step says `bring_up(hosts)`, waits for `Cargo.wait_arrived`,
+computes on `Cargo.lent`, then says `take_home(cargo, pairs)` and, when it needs the host side again,
+`finish()`. Each call starts work and returns; today's step waits at once (serial), and three windows at a
+time fit the same calls."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class NoLink:
 class AcceleratorLink:
     """An accelerator, serially: copies are queued on the current stream, where the compute is queued too.
 
-    Page-locked host memory makes the copies asynchronous to the host. `finish` waits for the current stream only.
+    Page-locked host memory makes the copies asynchronous to the host. `finish` waits for the current stream
+    only.
 
     Args:
         device: The accelerator.
@@ -115,9 +116,8 @@ class AcceleratorLink:
 class ThreadLink:
     """Real copies by a worker thread into a separate host buffer: a device that any machine has.
 
-    For tests and measurements of everything that an accelerator does to the step. A buffer is filled with NaN bytes when
-    it is released, so a use after release can't go unseen.
-    """
+    For tests and measurements of everything that an accelerator does to the step. A buffer is filled with NaN
+    bytes when it is released, so a use after release can't go unseen."""
 
     copies = True
 
@@ -179,7 +179,8 @@ def _buffer_for(hosts: Sequence[Tensor], buffer: Tensor | None, device: torch.de
 
 
 def _carve(hosts: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """A device tensor for each host tensor, with its shape, strides and dtype, on cache lines of the buffer."""
+    """A device tensor for each host tensor, with its shape, strides and dtype, on cache lines of the
+    buffer."""
     lent: list[Tensor] = []
     cursor = 0
     for host in hosts:

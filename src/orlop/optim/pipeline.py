@@ -1,8 +1,8 @@
-"""One step of the optimizer: windows of state go up, the class's own update runs on them, the new state comes home.
+"""One step of the optimizer: windows of state go up, the class's own update runs on them, the new state comes
+home.
 
-Owns: the order of lending, stepping and taking home, and what an exception in the middle means. Must not know: which class it
-is, how a link copies, where checkpoints are.
-"""
+Owns: the order of lending, stepping and taking home, and what an exception in the middle means. Must not
+know: which class it is, how a link copies, where checkpoints are."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def cross(crossing: Crossing) -> None:
     if not crossing.link.copies and not missing:
         _step_in_place(crossing)
     else:
-        # Also where the device is the host and state has yet to appear: window by window, what the class allocates for it
-        # is bounded, instead of all moments twice.
+        # Also where the device is the host and state has yet to appear: window by window, what the class
+        # allocates for it is bounded, instead of all moments twice.
         _step_windows(crossing)
 
 
@@ -105,7 +105,8 @@ def _lend_all(crossing: Crossing) -> tuple[list[Group], defaultdict[Any, Any], l
         twins.append((resident, twin))
         local_of[resident.param] = twin
     groups = [
-        group_with(group, [local_of.get(p, p) for p in group["params"]]) for group in crossing.optimizer.param_groups
+        group_with(group, [local_of.get(p, p) for p in group["params"]])
+        for group in crossing.optimizer.param_groups
     ]
     return groups, lent, twins
 
@@ -123,14 +124,17 @@ def _keep(crossing: Crossing, resident: Resident, after: dict[str, Any], lent: d
         else:
             numbers = True
     if replaced or numbers:
-        crossing.residents.show(resident, {k: v for k, v in after.items() if not isinstance(v, Tensor)}, order=list(after))
+        crossing.residents.show(
+            resident, {k: v for k, v in after.items() if not isinstance(v, Tensor)}, order=list(after)
+        )
 
 
 # -- window by window ------------------------------------------------------------------------------------------------
 
 
 def _step_windows(crossing: Crossing) -> None:
-    """Plan, then for each window: up, step, home. Groups are as they were before the step for every window."""
+    """Plan, then for each window: up, step, home. Groups are as they were before the step for every
+    window."""
     before = [dict(group) for group in crossing.optimizer.param_groups]
     changes: list[Group] = [{} for _ in before]
     cap = None if crossing.method is Method.WHOLE else crossing.window_bytes
@@ -141,7 +145,9 @@ def _step_windows(crossing: Crossing) -> None:
         except Exception as error:
             if number == 0:
                 raise
-            raise TornStep(f"window {number + 1} of {len(windows)} failed; {number} had been stepped") from error
+            raise TornStep(
+                f"window {number + 1} of {len(windows)} failed; {number} had been stepped"
+            ) from error
     for live, change in zip(crossing.optimizer.param_groups, changes):
         live.update(change)
 
@@ -185,7 +191,8 @@ def _step_window(
     groups: list[tuple[int, Group]] = []
     for index, group in enumerate(before):
         twins = [twin for p in group["params"] for twin in twins_of.get(p, ())]
-        # A group in which nothing is active is shown once, with its idle parameters: the class may count steps in it.
+        # A group in which nothing is active is shown once, with its idle parameters: the class may count
+        # steps in it.
         idle = first and not any(p in active for p in group["params"])
         if twins or idle:
             groups.append((index, group_with(group, twins if twins else list(group["params"]))))
@@ -199,7 +206,8 @@ def _step_window(
 
 
 def _bring_up(crossing: Crossing, window: Window) -> tuple[Cargo, list[_Lent]]:
-    """Send the window's leaves up and give each piece a stand-in; scalars of a cut parameter are lent as copies."""
+    """Send the window's leaves up and give each piece a stand-in; scalars of a cut parameter are lent as
+    copies."""
     hosts: list[Tensor] = []
     lent: list[_Lent] = []
     travelling: list[tuple[dict[str, Any], str, Resident]] = []
@@ -250,7 +258,8 @@ def _twin(resident: Resident, piece: Piece) -> Tensor:
 
 
 def _take_home(crossing: Crossing, cargo: Cargo, lent: Sequence[_Lent], state: defaultdict[Any, Any]) -> None:
-    """Everything that the class changed, made or replaced goes into the arena; scalars with the last piece only."""
+    """Everything that the class changed, made or replaced goes into the arena; scalars with the last piece
+    only."""
     pairs: list[tuple[Tensor, Tensor]] = []
     arrived: list[tuple[Resident, dict[str, Any]]] = []
     for item in lent:

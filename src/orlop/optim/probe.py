@@ -1,7 +1,7 @@
 """Learns which state an optimizer class keeps for a parameter, without making any.
 
-Owns: running a class's own step on meta tensors and reading keys, shapes, strides and dtypes off the state it creates.
-Must not know: where state will live. Nothing live changes, and no memory is allocated on any device.
+Owns: running a class's own step on meta tensors and reading keys, shapes, strides and dtypes off the state it
+creates. Must not know: where state will live. Nothing live changes, and no memory is allocated on any device.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class LeafSpec:
         shape: The local shape (this rank's part).
         stride: The local strides, in elements.
         dtype: The dtype, for a number too (``torch.float64`` or ``torch.int64``).
-        elementwise: Its shape follows the parameter's: one element of state for one of the parameter. On a DTensor
-            parameter such state is a DTensor; everything else is the same on all ranks.
+        elementwise: Its shape follows the parameter's: one element of state for one of the parameter. On a
+            DTensor parameter such state is a DTensor; everything else is the same on all ranks.
         number: A Python number rather than a tensor.
-        on_device: The class wants it on the parameter's device (moments; `step` too with `fused` or `capturable`).
+        on_device: The class wants it on the parameter's device (moments; `step` too with `fused` or
+            `capturable`).
     """
 
     shape: torch.Size
@@ -58,7 +59,8 @@ def probe_state(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Tensor, 
         params: Parameters of its groups (meta, DTensor, on any device).
 
     Returns:
-        For each parameter its state keys, in the order in which the class makes them; ``{}`` for a class without state.
+        For each parameter its state keys, in the order in which the class makes them; ``{}`` for a class
+        without state.
 
     Raises:
         OptimizerRefused: The state holds something other than tensors and plain values.
@@ -87,10 +89,9 @@ def _probe_one(
 ) -> dict[str, LeafSpec]:
     """Step the class once on a meta twin of this rank's part and read the state that appeared.
 
-    A twin of the local part may have a shape that the class refuses, or is 0-dim or empty; a second twin of a telling
-    shape says which keys follow the parameter. `fused` and `capturable` ask for devices that meta is not, so they are
-    off here; they only decide on which side scalars live.
-    """
+    A twin of the local part may have a shape that the class refuses, or is 0-dim or empty; a second twin of a
+    telling shape says which keys follow the parameter. `fused` and `capturable` ask for devices that meta is
+    not, so they are off here; they only decide on which side scalars live."""
     local = compat.local_tensor(param)
     twin = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
     state = _meta_state(optimizer, optimizer_class, group, twin, optimizer.state.get(param, {}))
@@ -110,12 +111,17 @@ def _probe_one(
 
 
 def _meta_state(
-    optimizer: Optimizer, optimizer_class: type[Optimizer], group: Group, twin: Tensor, existing: dict[str, Any]
+    optimizer: Optimizer,
+    optimizer_class: type[Optimizer],
+    group: Group,
+    twin: Tensor,
+    existing: dict[str, Any],
 ) -> dict[str, Any]:
-    """The state that one step on `twin` leaves; classes that read values (``.item()``) have made it by then."""
+    """The state that one step on `twin` leaves; classes that read values (``.item()``) have made it by
+    then."""
     twin.grad = torch.empty_strided(twin.shape, twin.stride(), dtype=twin.dtype, device="meta")
-    off = {flag: False for flag in ("foreach", "fused", "capturable") if flag in group}
-    on_meta = {**group, **off, "params": [twin]}
+    off: Group = {flag: False for flag in ("foreach", "fused", "capturable") if flag in group}
+    on_meta: Group = {**group, **off, "params": [twin]}
     for key, value in group.items():
         if isinstance(value, Tensor):
             on_meta[key] = float(value) if not value.is_meta and value.numel() == 1 else value
@@ -153,7 +159,9 @@ def _leaf_spec(
         )
     if isinstance(value, _PLAIN):
         dtype = torch.float64 if isinstance(value, float) else torch.int64
-        return LeafSpec(shape=torch.Size(), stride=(), dtype=dtype, elementwise=False, number=True, on_device=False)
+        return LeafSpec(
+            shape=torch.Size(), stride=(), dtype=dtype, elementwise=False, number=True, on_device=False
+        )
     raise OptimizerRefused(
         f"{optimizer_class.__name__} keeps state that orlop can't hold in host memory leaf by leaf",
         where=f"state key {key!r}",

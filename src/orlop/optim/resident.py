@@ -1,7 +1,7 @@
 """What an optimizer keeps of its parameters, and the memory in which it is kept.
 
-Owns: one `Resident` per parameter, the arena behind them, and the rule that `optimizer.state` shows exactly what the arena
-holds (one owner, no second map). Must not know: how a step is run, how a checkpoint is read.
+Owns: one `Resident` per parameter, the arena behind them, and the rule that `optimizer.state` shows exactly
+what the arena holds (one owner, no second map). Must not know: how a step is run, how a checkpoint is read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Resident:
         name: What to call it in messages.
         specs: What its class keeps, key by key.
         leaves: This rank's tensors, in the arena, by key; numbers have none.
-        canonical: The same tensors as `optimizer.state` shows them: DTensors where they follow a DTensor parameter.
-        initial: What each key starts from, where that is a constant; None where only the class can make the state.
+        canonical: The same tensors as `optimizer.state` shows them: DTensors where they follow a DTensor
+            parameter.
+        initial: What each key starts from, where that is a constant; None where only the class can make the
+            state.
         on_local: The class steps on this rank's part rather than on the DTensor.
         stepped: It took a step, in this run or in the one that it was loaded from.
     """
@@ -87,7 +89,7 @@ class Resident:
                 found=f"layout {grad.layout}",
                 todo="build the embedding with sparse=False, or give this parameter to a stock optimizer",
             )
-        return compat.local_tensor(compat.gradient_like(self.param) or grad) if self.on_local else grad
+        return compat.local_tensor(compat.gradient_like(self.param, grad)) if self.on_local else grad
 
 
 class Residents:
@@ -118,7 +120,8 @@ class Residents:
         return sum(leaf.nbytes for resident in self for leaf in resident.leaves.values())
 
     def admit(self, newcomers: Sequence[Resident]) -> None:
-        """Give each newcomer its place in one new block; take in the state that exists, or start from the constants.
+        """Give each newcomer its place in one new block; take in the state that exists, or start from the
+        constants.
 
         Raises:
             HostMemoryError: The host can't give the block; nobody was admitted.
@@ -160,7 +163,9 @@ class Residents:
         if local is not resident.leaves[key]:
             resident.leaves[key].copy_(local)
 
-    def show(self, resident: Resident, numbers: Mapping[str, Any], order: Sequence[str] | None = None) -> None:
+    def show(
+        self, resident: Resident, numbers: Mapping[str, Any], order: Sequence[str] | None = None
+    ) -> None:
         """Put the resident's leaves, and the given numbers, under its parameter in the optimizer's state."""
         merged = {**resident.canonical, **numbers}
         entry = self._state.get(resident.param)
@@ -190,9 +195,9 @@ class Residents:
         if resident.initial is None:
             return False
         scalars_first = sorted(resident.leaves, key=lambda key: resident.leaves[key].numel())
-        return all(bool((resident.leaves[key] == resident.initial.get(key, 0.0)).all()) for key in scalars_first) and all(
-            shown[key] == resident.initial.get(key, 0.0) for key in resident.number_keys
-        )
+        return all(
+            bool((resident.leaves[key] == resident.initial.get(key, 0.0)).all()) for key in scalars_first
+        ) and all(shown[key] == resident.initial.get(key, 0.0) for key in resident.number_keys)
 
 
 def _number(resident: Resident, key: str) -> float | int:
@@ -205,15 +210,23 @@ def require_steppable(param: Tensor, name: str) -> None:
     """Refuse parameters whose state orlop can't keep as it should be.
 
     Raises:
-        OptimizerRefused: FSDP1, a tensor subclass, a sparse layout, a partial placement, or a DTensor whose local tensor
-            lies on another device.
+        OptimizerRefused: FSDP1, a tensor subclass, a sparse layout, a partial placement, or a DTensor whose
+            local tensor lies on another device.
     """
     local = compat.local_tensor(param)
     checks: list[tuple[Callable[[], bool], str, str]] = [
-        (lambda: compat.is_fsdp1_parameter(param), "an FSDP1 parameter", "use fully_shard (FSDP2), whose state keeps its shape"),
+        (
+            lambda: compat.is_fsdp1_parameter(param),
+            "an FSDP1 parameter",
+            "use fully_shard (FSDP2), whose state keeps its shape",
+        ),
         (lambda: not compat.is_plain_tensor(param), type(param).__name__, "give it to a stock optimizer"),
         (lambda: param.layout != torch.strided, f"layout {param.layout}", "give it to a stock optimizer"),
-        (lambda: any(p.is_partial() for p in compat.placements(param)), "a partial placement", "reduce it first"),
+        (
+            lambda: any(p.is_partial() for p in compat.placements(param)),
+            "a partial placement",
+            "reduce it first",
+        ),
         (
             lambda: param.device.type != local.device.type,
             f"on {param.device}, its local tensor on {local.device}",

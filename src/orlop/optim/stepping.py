@@ -1,8 +1,7 @@
 """Runs a class's own update on chosen groups and state.
 
-Owns: the one place where an optimizer object is shown other groups and other state than its own. Must not know: arenas,
-links, windows. No update rule is written here or anywhere else in orlop.
-"""
+Owns: the one place where an optimizer object is shown other groups and other state than its own. Must not
+know: arenas, links, windows. No update rule is written here or anywhere else in orlop."""
 
 from __future__ import annotations
 
@@ -25,20 +24,22 @@ IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 class StateMap(defaultdict[Any, Any]):
     """An optimizer's state, as torch keeps it, but true even when empty.
 
-    Torch's ``get_optimizer_state_dict`` takes a hidden step on an optimizer whose state is falsy. A class whose state
-    appears with its first step has none until then, and that is the truth to save, not a reason to step.
-    """
+    Torch's ``get_optimizer_state_dict`` takes a hidden step on an optimizer whose state is falsy. A class
+    whose state appears with its first step has none until then, and that is the truth to save, not a reason
+    to step."""
 
     def __bool__(self) -> bool:
         return True
 
 
-def step_on(optimizer: Optimizer, step: Callable[[Optimizer], Any], groups: list[Group], state: State) -> None:
+def step_on(
+    optimizer: Optimizer, step: Callable[[Optimizer], Any], groups: list[Group], state: State
+) -> None:
     """Run `step` on the optimizer while it holds `groups` and `state` in place of its own.
 
     Args:
-        optimizer: The live object: attributes that the class reads or writes on itself (``grad_scale``, counters) are
-            the real ones.
+        optimizer: The live object: attributes that the class reads or writes on itself (``grad_scale``,
+            counters) are the real ones.
         step: The class's step below torch's hooks (`orlop.compat.raw_step`).
         groups: What stands in for ``param_groups``; the parameters' gradients are in their ``grad``.
         state: What stands in for ``state``; entries that the class creates or replaces are left in it.
@@ -78,7 +79,9 @@ def group_with(group: Group, params: list[Tensor]) -> Group:
 def changed_values(before: Group, after: Group) -> Group:
     """The entries of a group copy that a step replaced or added (a counter kept in the group)."""
     return {
-        key: value for key, value in after.items() if key != "params" and value is not before.get(key, _MISSING)
+        key: value
+        for key, value in after.items()
+        if key != "params" and value is not before.get(key, _MISSING)
     }
 
 

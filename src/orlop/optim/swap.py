@@ -1,349 +1,23 @@
-"""`swap`: any torch optimizer class with its state in host memory.
+"""`swap`: makes of any torch optimizer class one whose state lives in host memory.
 
-Owns: the class that is made, its construction, copying and pickling, and what the rest of orlop may ask of it. Must not know:
-update rules (the class's own runs), windows and copies (`pipeline`), how a state dict is judged (`adopt`).
-"""
+Owns: the classes that were made, and how they are named and pickled. Must not know: what such a class does
+(`swapped`)."""
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from orlop import compat
-from orlop.errors import OptimizerRefused, ParameterReplaced, StateNotReady
-from orlop.optim.adopt import apply_adoption, plan_adoption, replay_post_hooks, replay_pre_hooks
-from orlop.optim.link import Link, link_for
-from orlop.optim.pipeline import Crossing, TornStep, cross
-from orlop.optim.probe import probe_state
-from orlop.optim.proof import Method, Proof, Subject, prove, require_sharded
-from orlop.optim.resident import Resident, Residents, require_steppable
-from orlop.optim.stepping import Group, StateMap
+from orlop.errors import OptimizerRefused
+from orlop.optim.swapped import WINDOW_BYTES, Swapped
 
-WINDOW_BYTES = 256 * 2**20
+__all__ = ["SwapAdamW", "Swapped", "swap"]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-
-
-class Swapped(Optimizer):
-    """What every class made by `swap` has besides its own class's behaviour.
-
-    The state lives in an arena in host memory from construction on; `state`, what `step` updates, what is saved and what is
-    loaded are the same storage.
-
-    Args:
-        params: As for the class that was swapped.
-        *args: As for the class that was swapped.
-        window_bytes: The most device memory that state may take during `step`. A parameter whose class can't be cut may
-            need more.
-        **kwargs: As for the class that was swapped.
-
-    Raises:
-        OptimizerRefused: A class, option or parameter that can't be stepped exactly this way; says why.
-        HostMemoryError: The host can't hold the state; nothing was allocated.
-    """
-
-    swapped_class: type[Optimizer]
-
-    def __init__(self, params: Any, *args: Any, window_bytes: int = WINDOW_BYTES, **kwargs: Any) -> None:
-        if window_bytes <= 0:
-            raise ValueError(f"window_bytes must be positive, not {window_bytes}")
-        self._settled = False
-        self._args, self._kwargs = args, kwargs
-        self.window_bytes = window_bytes
-        super().__init__(params, *args, **kwargs)
-        self._settle()
-
-    # -- construction ------------------------------------------------------------------------------------------------
-
-    def _settle(self, never_stepped: Collection[int] | None = None) -> None:
-        """Prove the class, give every parameter its place, move the state that exists into it."""
-        self.state = StateMap(dict, self.state)  # type: ignore[assignment]
-        self.links: dict[torch.device, Link] = {}
-        self._fault: str | None = None
-        self._proof = self._prove()
-        self._residents = Residents(self.state, pinned=_wants_pinned(self.param_groups))
-        self._admit(range(len(self.param_groups)))
-        if never_stepped is not None:
-            for position, resident in enumerate(self._residents):
-                resident.stepped = position not in never_stepped
-        self._settled = True
-
-    def _prove(self) -> Proof:
-        for index, group in enumerate(self.param_groups):
-            if group.get("differentiable"):
-                raise OptimizerRefused(
-                    "differentiable=True needs autograd through the step, which lent state can't give",
-                    where=f"param group {index}",
-                    todo="use the stock class for differentiable steps",
-                )
-            for position, param in enumerate(group["params"]):
-                require_steppable(param, _name(group, index, position))
-        subject = Subject(
-            optimizer_class=self.swapped_class,
-            construct=lambda groups: self.swapped_class(groups, *self._args, **self._kwargs),
-            groups=self.param_groups,
-        )
-        proof = prove(subject)
-        if proof.method is not Method.SLICED:
-            require_sharded(subject)
-        return proof
-
-    def _admit(self, group_indices: Iterable[int], *, also: Collection[Tensor] = ()) -> None:
-        """Residents for the trainable parameters of these groups (and for those in `also`), in one new block."""
-        indices = list(group_indices)
-        newcomers = [
-            (index, position, param)
-            for index in indices
-            for position, param in enumerate(self.param_groups[index]["params"])
-            if (param.requires_grad or any(param is other for other in also)) and param not in self._residents
-        ]
-        specs = probe_state(self, [param for _, _, param in newcomers])
-        self._residents.admit(
-            [
-                Resident(
-                    param=param,
-                    name=_name(self.param_groups[index], index, position),
-                    specs=specs[param],
-                    initial=self._proof.initial[index],
-                    on_local=isinstance(param, compat.DTensor) and self._proof.method is Method.SLICED,
-                )
-                for index, position, param in newcomers
-            ]
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the new parameters' state gets a block of its own in the arena."""
-        super().add_param_group(param_group)
-        if getattr(self, "_settled", False):
-            try:
-                self._proof = self._prove()
-                self._admit([len(self.param_groups) - 1])
-            except BaseException:
-                self.param_groups.pop()
-                raise
-
-    # -- the step ----------------------------------------------------------------------------------------------------
-
-    @compat.without_dynamo
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters that have gradients, by the class's own rule.
-
-        Args:
-            closure: Called once, first, with gradients enabled; its result is returned.
-
-        Raises:
-            StateNotReady: The state is half old, half new.
-            ParameterReplaced: A parameter is still on the meta device: its module has another one now.
-            OptimizerRefused: A gradient is sparse.
-        """
-        self.require_ready()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.synchronize()
-        active = self._active()
-        skipped = self._is_skipped_by_scaler()
-        by_device: dict[torch.device, list[Resident]] = {}
-        for resident in active:
-            by_device.setdefault(compat.local_tensor(resident.param).device, []).append(resident)
-        for device, residents in by_device.items() or [(torch.device("cpu"), [])]:
-            self._cross(device, residents)
-        if not skipped:
-            for resident in active:
-                resident.stepped = True
-        return loss
-
-    def _cross(self, device: torch.device, active: list[Resident]) -> None:
-        if device not in self.links:
-            self.links[device] = link_for(device)
-        crossing = Crossing(
-            optimizer=self,
-            step=compat.raw_step(self.swapped_class),
-            residents=self._residents,
-            active=active,
-            link=self.links[device],
-            method=self._proof.method,
-            window_bytes=self.window_bytes,
-        )
-        try:
-            cross(crossing)
-        except TornStep as torn:
-            self.invalidate(str(torn))
-            raise torn.__cause__ or torn from None
-
-    def _active(self) -> list[Resident]:
-        """Residents with a gradient; parameters that were unfrozen since get their place now."""
-        found: list[Resident] = []
-        for index, group in enumerate(self.param_groups):
-            for position, param in enumerate(group["params"]):
-                if param.grad is None:
-                    if param.is_meta:
-                        raise _replaced(_name(group, index, position))
-                    continue
-                if param not in self._residents:
-                    self._admit([index], also=[param])
-                resident = self._residents[param]
-                resident.gradient()
-                found.append(resident)
-        return found
-
-    def _is_skipped_by_scaler(self) -> bool:
-        """Whether a GradScaler told a fused class to leave everything as it is (``found_inf``)."""
-        found_inf = getattr(self, "found_inf", None)
-        return found_inf is not None and bool(found_inf)
-
-    # -- state dicts -------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's; the tensors are the live ones.
-
-        Raises:
-            StateNotReady: The state is half old, half new.
-        """
-        self.require_ready()
-        self.synchronize()
-        return super().state_dict()
-
-    @compat.without_dynamo
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Fill the live state in place: tensors, storage, pinning, dtypes and group dicts stay the same objects.
-
-        Args:
-            state_dict: As `state_dict` makes it, also with FQNs for ids. Never changed, never aliased. An empty ``state``
-                gives every parameter a fresh optimizer's. A parameter without an entry was absent when it was saved.
-
-        Raises:
-            CheckpointMismatch: Anything differs; names parameter, key, expected and found. Nothing has changed.
-        """
-        self.synchronize()
-        working = replay_pre_hooks(self, state_dict)
-        self._admit_saved_frozen(working)
-        apply_adoption(self._residents, plan_adoption(self._residents, self.param_groups, working))
-        self._fault = None
-        replay_post_hooks(self)
-
-    def _admit_saved_frozen(self, state_dict: Mapping[str, Any]) -> None:
-        """Places for parameters that are frozen now and had state when it was saved: trained, then frozen."""
-        for index, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
-            ids = dict(zip(saved["params"], group["params"]))
-            frozen = [p for key, p in ids.items() if not p.requires_grad and state_dict["state"].get(key)]
-            if frozen:
-                self._admit([index], also=frozen)
-
-    # -- what the rest of orlop asks ---------------------------------------------------------------------------------
-
-    def stepped(self, param: Tensor) -> bool:
-        """Whether the parameter ever took a step, here or in the run that its state was loaded from."""
-        return param in self._residents and self._residents[param].stepped
-
-    def slots(self, param: Tensor) -> dict[str, Tensor]:
-        """The tensors that a load has to fill for this parameter, by state key; DTensors for a DTensor parameter.
-
-        Nothing live changes. For a class whose state exists from construction they are the live ones.
-        """
-        self._make_room(param)
-        return dict(self._residents[param].canonical)
-
-    def number_keys(self, param: Tensor) -> frozenset[str]:
-        """State keys under which the class keeps a Python number."""
-        self._make_room(param)
-        return self._residents[param].number_keys
-
-    def restored(self, present: Mapping[Tensor, Mapping[str, object]], absent: Collection[Tensor]) -> None:
-        """Take over slots that were filled, and give the absent a fresh optimizer's state.
-
-        Args:
-            present: Parameters whose slots were filled, each with the values of its number keys.
-            absent: Parameters that had no state when it was saved.
-        """
-        for param, numbers in present.items():
-            self._residents.show(self._residents[param], numbers)
-            self._residents[param].stepped = True
-        for param in absent:
-            if param in self._residents:
-                self._residents.refresh(self._residents[param])
-        self._fault = None
-
-    def invalidate(self, reason: str) -> None:
-        """From now on, stepping and saving raise `StateNotReady`, until a load succeeds."""
-        self._fault = reason
-
-    def require_ready(self) -> None:
-        """Raise `StateNotReady` where the state is half old, half new."""
-        if self._fault is not None:
-            raise StateNotReady(
-                "the optimizer's state is not whole",
-                where=type(self).__name__,
-                found=self._fault,
-                todo="load a checkpoint (load_state_dict or load_dcp), then go on",
-            )
-
-    def synchronize(self) -> None:
-        """Return when all state is home."""
-        for link in self.__dict__.get("links", {}).values():
-            link.finish()
-
-    def put_state_to_device(self, device: torch.device | str) -> bool:
-        """False: the state is host-resident, and nothing was moved."""
-        return False
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of host memory that the arena takes."""
-        return self._residents.arena.nbytes
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state in it."""
-        return self._residents.state_bytes
-
-    @property
-    def method(self) -> str:
-        """How the class was proven to run: ``sliced``, ``windowed`` or ``whole``."""
-        return self._proof.method.value
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory lies in the arena."""
-        return self._residents.arena.holds(tensor)
-
-    def _make_room(self, param: Tensor) -> None:
-        if param not in self._residents:
-            index = next(i for i, g in enumerate(self.param_groups) if any(p is param for p in g["params"]))
-            self._admit([index], also=[param])
-
-    # -- copying and pickling ----------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.synchronize()
-        plain = {
-            name: value
-            for name, value in vars(self).items()
-            if isinstance(value, (bool, int, float, str)) and name not in ("_settled", "_zero_grad_profile_name")
-        }
-        unstepped = [position for position, resident in enumerate(self._residents) if not resident.stepped]
-        carried = {"_args": self._args, "_kwargs": self._kwargs, "_unstepped": unstepped, "_fault": self._fault}
-        return {**super().__getstate__(), **plain, **carried}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        carried = dict(state)
-        unstepped, fault = carried.pop("_unstepped"), carried.pop("_fault")
-        self._settled = False
-        super().__setstate__(carried)
-        self._settle(never_stepped=unstepped)
-        self._fault = fault
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # A class that `swap` made has no name to import it by: it is made again, from the class that has.
-        if type(self) in _made.values() and type(self) is not SwapAdamW:
-            return _blank, (self.swapped_class,), self.__getstate__()
-        return copyreg.__newobj__, (type(self),), self.__getstate__()  # type: ignore[attr-defined]
-
 
 _made: dict[type[Optimizer], type[Swapped]] = {}
 
@@ -351,8 +25,8 @@ _made: dict[type[Optimizer], type[Swapped]] = {}
 def swap(optimizer_class: type[OptimizerT]) -> type[OptimizerT]:
     """A subclass of `optimizer_class` whose state lives in host memory.
 
-    Its constructor takes what the class takes, and `window_bytes`. It steps by the class's own update; how much of the
-    optimizer one call is shown is proven when it is constructed (see `orlop.optim.proof`).
+    Its constructor takes what the class takes, and `window_bytes`. It steps by the class's own update; how
+    much of the optimizer one call is shown is proven when it is constructed (see `orlop.optim.proof`).
 
     Args:
         optimizer_class: Any `torch.optim.Optimizer` class.
@@ -364,11 +38,16 @@ def swap(optimizer_class: type[OptimizerT]) -> type[OptimizerT]:
         OptimizerRefused: The argument is not an optimizer class.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise OptimizerRefused("swap takes an optimizer class", expected="a torch.optim.Optimizer", found=repr(optimizer_class))
+        raise OptimizerRefused(
+            "swap takes an optimizer class", expected="a torch.optim.Optimizer", found=repr(optimizer_class)
+        )
     if issubclass(optimizer_class, Swapped):
         return optimizer_class
     if optimizer_class not in _made:
-        body = {"swapped_class": optimizer_class, "__doc__": f"{optimizer_class.__name__} with its state in host memory."}
+        body = {
+            "swapped_class": optimizer_class,
+            "__doc__": f"{optimizer_class.__name__} with its state in host memory.",
+        }
         _made[optimizer_class] = type(f"Swap{optimizer_class.__name__}", (Swapped, optimizer_class), body)
     return cast("type[OptimizerT]", _made[optimizer_class])
 
@@ -428,38 +107,14 @@ class SwapAdamW(Swapped, torch.optim.AdamW):
 _made[torch.optim.AdamW] = SwapAdamW
 
 
+def _reduce(self: Swapped, protocol: Any) -> tuple[Any, ...]:
+    """A class that `swap` made has no name to import it by: it is made again, from the class that has."""
+    if _made.get(self.swapped_class) is type(self):
+        return _blank, (self.swapped_class,), self.__getstate__()
+    return copyreg.__newobj__, (type(self),), self.__getstate__()  # type: ignore[attr-defined]
+
+
 def _blank(optimizer_class: type[Optimizer]) -> Optimizer:
     """An object of the swapped class without its attributes, for unpickling."""
     made = swap(optimizer_class)
     return made.__new__(made)
-
-
-def _name(group: Group, index: int, position: int) -> str:
-    names = group.get("param_names")
-    return str(names[position]) if names else f"{position} of group {index}"
-
-
-def _replaced(name: str) -> ParameterReplaced:
-    return ParameterReplaced(
-        "a parameter is still on the meta device at step: its module holds another one now",
-        where=f"parameter {name}",
-        expected="the parameter that the optimizer was built with, materialised in place (FSDP2 does; a plain to_empty does not)",
-        found="a meta tensor",
-        todo="materialise a plain model before building its optimizer",
-    )
-
-
-def _wants_pinned(groups: Iterable[Group]) -> bool:
-    """Whether any parameter lives, or will live once it is materialised, on an accelerator."""
-    for group in groups:
-        for param in group["params"]:
-            if isinstance(param, compat.DTensor):
-                kind = param.device_mesh.device_type
-            elif param.is_meta:
-                device = compat.accelerator()
-                kind = device.type if device is not None else "cpu"
-            else:
-                kind = param.device.type
-            if kind not in ("cpu", "meta"):
-                return True
-    return False

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Cutting a tensor anywhere else changes results: vector kernels finish a tail element by element, with other rounding
-# in low precision. At multiples of 64 elements no piece but the last has a tail, as in the whole tensor.
+# Cutting a tensor anywhere else changes results: vector kernels finish a tail element by element, with other
+# rounding in low precision. At multiples of 64 elements no piece but the last has a tail, as in the whole
+# tensor.
 CUT_ELEMENTS = 64
 
 
@@ -70,8 +71,8 @@ class Window:
 def plan_windows(loads: Sequence[Load], cap_bytes: int | None) -> tuple[Window, ...]:
     """Pack loads, in their order, into windows of at most `cap_bytes`.
 
-    A divisible load larger than the cap is cut; an indivisible one gets a window of its own, which is then larger than
-    the cap. The plan depends on nothing but the arguments, so equal ranks make equal plans.
+    A divisible load larger than the cap is cut; an indivisible one gets a window of its own, which is then
+    larger than the cap. The plan depends on nothing but the arguments, so equal ranks make equal plans.
 
     Args:
         loads: One per parameter.
@@ -104,6 +105,12 @@ def _cut(index: int, load: Load, cap_bytes: int | None) -> list[Piece]:
     length = max(CUT_ELEMENTS, fitting // CUT_ELEMENTS * CUT_ELEMENTS)
     starts = range(0, size, length)
     return [
-        Piece(index=index, start=start, stop=min(start + length, size), last=start + length >= size, whole=length >= size)
+        Piece(
+            index=index,
+            start=start,
+            stop=min(start + length, size),
+            last=start + length >= size,
+            whole=length >= size,
+        )
         for start in starts
     ]

@@ -18,7 +18,11 @@ from orlop.optim.adopt import holds_exactly, widens
 
 def make_params():
     torch.manual_seed(1)
-    return [torch.nn.Parameter(torch.randn(7, 5)), torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(()))]
+    return [
+        torch.nn.Parameter(torch.randn(7, 5)),
+        torch.nn.Parameter(torch.randn(5)),
+        torch.nn.Parameter(torch.randn(())),
+    ]
 
 
 def make(optimizer_class=torch.optim.AdamW, *, steps=0, lr=1e-3, params=None, named=False, **kwargs):
@@ -52,8 +56,11 @@ def assert_same_state(one, other):
     for key, entry in one["state"].items():
         assert set(entry) == set(other["state"][key])
         for name, value in entry.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["state"][key][name])), (key, name)
-    assert [{k: v for k, v in g.items()} for g in one["param_groups"]] == other["param_groups"]
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["state"][key][name])), (
+                key,
+                name,
+            )
+    assert [dict(g.items()) for g in one["param_groups"]] == other["param_groups"]
 
 
 def test_a_load_fills_the_same_objects():
@@ -124,7 +131,9 @@ def test_an_empty_state_resets_in_place_to_the_classes_own_initial_values(name, 
         assert not optimizer.stepped(param)
 
 
-@pytest.mark.parametrize("name, kwargs", [("SGD", {"momentum": 0.9, "dampening": 0.5}), ("Rprop", {}), ("ASGD", {})])
+@pytest.mark.parametrize(
+    "name, kwargs", [("SGD", {"momentum": 0.9, "dampening": 0.5}), ("Rprop", {}), ("ASGD", {})]
+)
 def test_a_reset_of_a_class_that_makes_its_own_state_steps_like_a_new_one(name, kwargs):
     """A27: a zero-filled buffer is not the same as never used (dampening)."""
     stock_class = getattr(torch.optim, name)
@@ -151,11 +160,23 @@ def broken(change):
 REFUSED = {
     "extra key": (lambda d: d["state"][0].update(other=torch.zeros(7, 5)), ["0 of group 0", "other"]),
     "missing key": (lambda d: d["state"][1].pop("exp_avg_sq"), ["0 of group 1", "exp_avg_sq"]),
-    "wrong shape": (lambda d: d["state"][0].update(exp_avg=torch.zeros(5, 7)), ["0 of group 0", "exp_avg", r"\(7, 5\)", r"\(5, 7\)"]),
-    "a shape that would broadcast": (lambda d: d["state"][0].update(exp_avg=torch.zeros(5)), ["exp_avg", r"\(5,\)"]),
+    "wrong shape": (
+        lambda d: d["state"][0].update(exp_avg=torch.zeros(5, 7)),
+        ["0 of group 0", "exp_avg", r"\(7, 5\)", r"\(5, 7\)"],
+    ),
+    "a shape that would broadcast": (
+        lambda d: d["state"][0].update(exp_avg=torch.zeros(5)),
+        ["exp_avg", r"\(5,\)"],
+    ),
     "0-dim into 1-element": (lambda d: d["state"][0].update(exp_avg=torch.zeros(())), ["exp_avg"]),
-    "a lossy dtype": (lambda d: d["state"][0].update(exp_avg=torch.zeros(7, 5, dtype=torch.float64)), ["exp_avg", "float64"]),
-    "an integer moment": (lambda d: d["state"][0].update(exp_avg=torch.zeros(7, 5, dtype=torch.int32)), ["exp_avg", "int32"]),
+    "a lossy dtype": (
+        lambda d: d["state"][0].update(exp_avg=torch.zeros(7, 5, dtype=torch.float64)),
+        ["exp_avg", "float64"],
+    ),
+    "an integer moment": (
+        lambda d: d["state"][0].update(exp_avg=torch.zeros(7, 5, dtype=torch.int32)),
+        ["exp_avg", "int32"],
+    ),
     "a step that is no float32": (lambda d: d["state"][0].update(step=16777217), ["step", "16777217"]),
     "a number for a moment": (lambda d: d["state"][0].update(exp_avg=1.0), ["exp_avg"]),
     "wrong group size": (lambda d: d["param_groups"][1]["params"].pop(), ["param group 1"]),
@@ -205,7 +226,9 @@ def test_amsgrad_state_is_loaded_and_demanded():
 def test_numbers_and_narrower_floats_are_widened():
     """Old files hold `step` as a number; half-precision moments fit into single ones."""
     _, target = make()
-    state_dict = broken(lambda d: [e.update(step=7, exp_avg=e["exp_avg"].bfloat16()) for e in d["state"].values()])
+    state_dict = broken(
+        lambda d: [e.update(step=7, exp_avg=e["exp_avg"].bfloat16()) for e in d["state"].values()]
+    )
     target.load_state_dict(state_dict)
     for key, entry in target.state_dict()["state"].items():
         assert entry["step"].dtype == torch.float32
@@ -278,7 +301,9 @@ def test_torchs_own_setter_after_a_save_with_an_untouched_parameter():
     set_optimizer_state_dict(fresh_model, fresh, saved, options=options)
     assert fresh.state[fresh_model["used"].weight]["step"] == 1
     assert not fresh.stepped(fresh_model["unused"].weight)
-    assert torch.equal(fresh.state[fresh_model["used"].weight]["exp_avg"], optimizer.state[model["used"].weight]["exp_avg"])
+    assert torch.equal(
+        fresh.state[fresh_model["used"].weight]["exp_avg"], optimizer.state[model["used"].weight]["exp_avg"]
+    )
 
 
 def test_torchs_own_round_trip_through_the_live_tensors():
@@ -378,7 +403,16 @@ def test_betas_that_are_loaded_are_what_the_next_step_uses():
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(params, others))
 
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(-(2**40), 2**40))

@@ -31,7 +31,10 @@ def give_gradients(model, number=0):
 def pair(**kwargs):
     """The same model twice, with a stock and a swapped AdamW."""
     model, other = make_model(), make_model()
-    return (model, orlop.SwapAdamW(model.parameters(), **kwargs)), (other, torch.optim.AdamW(other.parameters(), **kwargs))
+    return (model, orlop.SwapAdamW(model.parameters(), **kwargs)), (
+        other,
+        torch.optim.AdamW(other.parameters(), **kwargs),
+    )
 
 
 def assert_equal_models(model, other):
@@ -81,7 +84,9 @@ def test_every_scheduler_drives_it(make_scheduler):
         for each, optimizer, scheduler in ((model, swapped, schedulers[0]), (other, stock, schedulers[1])):
             give_gradients(each, number)
             optimizer.step()
-            scheduler.step(*([1.0] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else []))
+            scheduler.step(
+                *([1.0] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else [])
+            )
     assert swapped.param_groups[0]["lr"] == stock.param_groups[0]["lr"]
     assert_equal_models(model, other)
 
@@ -135,7 +140,9 @@ def test_hooks_fire_once_a_step_whatever_the_windows():
     model = make_model()
     optimizer = orlop.SwapAdamW(model.parameters(), window_bytes=64)
     optimizer.links[torch.device("cpu")] = ThreadLink()
-    torch.optim.AdamW(make_model().parameters())  # The stock class's own step is wrapped by its first construction.
+    torch.optim.AdamW(
+        make_model().parameters()
+    )  # The stock class's own step is wrapped by its first construction.
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
@@ -226,7 +233,9 @@ def test_state_exists_from_construction_so_torch_takes_no_hidden_step():
     assert_equal_models(model, other)
 
 
-@pytest.mark.parametrize("name, kwargs", [("SGD", {"momentum": 0.9, "dampening": 0.5}), ("Rprop", {}), ("ASGD", {})])
+@pytest.mark.parametrize(
+    "name, kwargs", [("SGD", {"momentum": 0.9, "dampening": 0.5}), ("Rprop", {}), ("ASGD", {})]
+)
 def test_classes_that_make_their_own_state_have_none_before_the_first_step(name, kwargs):
     """A01: and torch's getter does not make them step either."""
     model = make_model()
@@ -240,8 +249,12 @@ def test_classes_that_make_their_own_state_have_none_before_the_first_step(name,
     assert all(optimizer.holds(v) for entry in optimizer.state.values() for v in entry.values())
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("name, kwargs", [("AdamW", {}), ("SGD", {"momentum": 0.9, "dampening": 0.1}), ("NAdam", {})])
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize(
+    "name, kwargs", [("AdamW", {}), ("SGD", {"momentum": 0.9, "dampening": 0.1}), ("NAdam", {})]
+)
 def test_copies_continue_as_the_original_and_share_nothing(copier, name, kwargs):
     params = [torch.nn.Parameter(torch.randn(70, 3)), torch.nn.Parameter(torch.randn(4))]
     optimizer = orlop.swap(getattr(torch.optim, name))(params, lr=0.1, window_bytes=4321, **kwargs)

@@ -88,7 +88,12 @@ def test_same_bits_as_the_stock_class(optimizer_class, kwargs, _, window_bytes, 
         return
     params, others = (make_params(optimizer_class, dtype=dtype) for _ in range(2))
     stock = optimizer_class(others, **kwargs)
-    if optimizer_class is torch.optim.SGD and kwargs.get("fused") and kwargs.get("momentum") and dtype.itemsize == 2:
+    if (
+        optimizer_class is torch.optim.SGD
+        and kwargs.get("fused")
+        and kwargs.get("momentum")
+        and dtype.itemsize == 2
+    ):
         # Torch's own kernel gives other bits in each run (it reads memory that it has not written).
         with pytest.raises(OptimizerRefused, match="SGD"):
             orlop.swap(optimizer_class)(params, **kwargs)
