@@ -44,7 +44,8 @@ def swap(optimizer_class: type[OptimizerT]) -> type[OptimizerT]:
     if issubclass(optimizer_class, Swapped):
         return optimizer_class
     if optimizer_class not in _made:
-        body = {
+        body: dict[str, Any] = {
+            "__reduce_ex__": _reduce,
             "swapped_class": optimizer_class,
             "__doc__": f"{optimizer_class.__name__} with its state in host memory.",
         }

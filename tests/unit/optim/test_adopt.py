@@ -374,8 +374,8 @@ def test_named_parameters_are_matched_by_name_whatever_their_order():
     for name in "ab":
         assert torch.equal(target.state[others[name]]["exp_avg"], source.state[weights[name]]["exp_avg"])
     assert [(g["param_names"], g["lr"]) for g in target.param_groups] == [(["b"], 1e-4), (["a"], 1e-3)]
+    _, stranger = make(named=True)
     with pytest.raises(CheckpointMismatch, match="param group 0"):
-        _, stranger = make(named=True)
         stranger.load_state_dict(source.state_dict())
 
 
