@@ -41,6 +41,8 @@ class Crossing:
         active: Those on this device that have a gradient, in the order of the groups.
         link: The path to the device.
         method: How much the class may be shown at once.
+        in_place: The class was proven to keep its tensors. Whether it did is then looked at when the state is read, not in
+            every step: until then `state` shows what the class itself goes on with, in the arena or not.
         window_bytes: The cap; ignored for `Method.WHOLE`.
     """
 
@@ -50,6 +52,7 @@ class Crossing:
     active: Sequence[Resident]
     link: Link
     method: Method
+    in_place: bool
     window_bytes: int
 
 
@@ -59,7 +62,7 @@ def cross(crossing: Crossing) -> None:
     Raises:
         TornStep: Some windows are new and some are old.
     """
-    missing = any(r.specs and r.param not in crossing.optimizer.state for r in crossing.active)
+    missing = False in [resident.shown for resident in crossing.active]
     if not crossing.link.copies and not missing:
         _step_in_place(crossing)
     else:
@@ -80,14 +83,18 @@ def _step_in_place(crossing: Crossing) -> None:
         step_on(optimizer, crossing.step, groups, lent)
         for resident, twin in twins:
             twin.grad = None
-            _keep(crossing, resident, lent.get(twin, {}), resident.leaves)
+            bring_home(crossing.residents, resident, lent.get(twin, {}), resident.leaves)
         for live, group in zip(before, groups):
             live.update(changed_values(live, group))
         return
+    num_entries = len(optimizer.state)
     with torch.no_grad():
         crossing.step(optimizer)
-    for resident in crossing.active:
-        _keep(crossing, resident, optimizer.state.get(resident.param, {}), resident.canonical)
+    if not crossing.in_place or len(optimizer.state) != num_entries:
+        for resident in crossing.active:
+            bring_home(
+                crossing.residents, resident, optimizer.state.get(resident.param, {}), resident.canonical
+            )
 
 
 def _lend_all(crossing: Crossing) -> tuple[list[Group], defaultdict[Any, Any], list[tuple[Resident, Tensor]]]:
@@ -111,22 +118,17 @@ def _lend_all(crossing: Crossing) -> tuple[list[Group], defaultdict[Any, Any], l
     return groups, lent, twins
 
 
-def _keep(crossing: Crossing, resident: Resident, after: dict[str, Any], lent: dict[str, Tensor]) -> None:
-    """Bring home what the class made or replaced; what it changed in place is home already."""
-    numbers = False
-    replaced = False
-    for key, value in after.items():
-        if value is lent.get(key):
-            continue
-        if isinstance(value, Tensor):
-            crossing.residents.take_leaf(resident, key, value)
-            replaced = True
-        else:
-            numbers = True
-    if replaced or numbers:
-        crossing.residents.show(
-            resident, {k: v for k, v in after.items() if not isinstance(v, Tensor)}, order=list(after)
-        )
+def bring_home(
+    residents: Residents, resident: Resident, after: dict[str, Any], lent: dict[str, Tensor]
+) -> None:
+    """Take into the arena what the class made or replaced; what it changed in place is there already."""
+    foreign = [key for key, value in after.items() if value is not lent.get(key)]
+    if foreign:
+        for key in foreign:
+            if isinstance(after[key], Tensor):
+                residents.take_leaf(resident, key, after[key])
+        numbers = {key: value for key, value in after.items() if not isinstance(value, Tensor)}
+        residents.show(resident, numbers, order=list(after))
 
 
 # -- window by window ------------------------------------------------------------------------------------------------

@@ -60,12 +60,14 @@ class Proof:
 
     Attributes:
         method: The freest way of running it that gives the stock class's bits.
+        in_place: The class changes its state's tensors in place and never replaces one.
         initial: For each param group, the constant that each state key starts from, where a first step from
             that state equals the first step without state; None where only the class itself can make its
             state.
     """
 
     method: Method
+    in_place: bool
     initial: tuple[Initial | None, ...]
 
 
@@ -93,7 +95,8 @@ def _prove(subject: Subject) -> Proof:
         (Method.WHOLE, step_lent),
     ):
         if _agrees(subject, step, stock):
-            return Proof(method=method, initial=_initial_states(subject, stock))
+            initial = _initial_states(subject, stock)
+            return Proof(method=method, in_place=stock.keeps_its_tensors(), initial=initial)
     if not all(_agrees(subject, step_whole, stock) for _ in range(3)):
         raise OptimizerRefused(
             f"two runs of the stock {subject.optimizer_class.__name__} differ from each other, so nothing can equal it",

@@ -36,6 +36,7 @@ class Resident:
             state.
         on_local: The class steps on this rank's part rather than on the DTensor.
         stepped: It took a step, in this run or in the one that it was loaded from.
+        shown: `optimizer.state` shows its state; true from the start for a class without any.
     """
 
     param: Tensor
@@ -46,6 +47,7 @@ class Resident:
     initial: Initial | None = None
     on_local: bool = False
     stepped: bool = False
+    shown: bool = False
     _twin: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -108,6 +110,9 @@ class Residents:
     def __iter__(self) -> Any:
         return iter(self._of.values())
 
+    def __len__(self) -> int:
+        return len(self._of)
+
     def __contains__(self, param: object) -> bool:
         return param in self._of
 
@@ -126,7 +131,10 @@ class Residents:
         Raises:
             HostMemoryError: The host can't give the block; nobody was admitted.
         """
+        # Key by key, as kernels go through them: all first moments, then all second ones. Parameter by parameter, a step
+        # on small parameters is some 8 % slower.
         wanted = [(r, key, spec) for r in newcomers for key, spec in r.specs.items() if not spec.number]
+        wanted.sort(key=lambda each: each[1])
         leaves = self.arena.grow([spec for _, _, spec in wanted])
         for (resident, key, spec), leaf in zip(wanted, leaves):
             resident.hold(key, leaf, elementwise=spec.elementwise)
@@ -167,6 +175,7 @@ class Residents:
         self, resident: Resident, numbers: Mapping[str, Any], order: Sequence[str] | None = None
     ) -> None:
         """Put the resident's leaves, and the given numbers, under its parameter in the optimizer's state."""
+        resident.shown = True
         merged = {**resident.canonical, **numbers}
         entry = self._state.get(resident.param)
         if entry and entry.keys() == merged.keys():
@@ -181,9 +190,11 @@ class Residents:
         resident.stepped = False
         if resident.initial is None:
             self._state.pop(resident.param, None)
+            resident.shown = not resident.specs
             return
         for key, leaf in resident.leaves.items():
             leaf.fill_(resident.initial.get(key, 0.0))
+        resident.shown = True
         if resident.specs:
             self.show(resident, {key: _number(resident, key) for key in resident.number_keys})
 

@@ -17,7 +17,7 @@ from orlop import compat
 from orlop.errors import OptimizerRefused, ParameterReplaced, StateNotReady
 from orlop.optim.adopt import apply_adoption, plan_adoption, replay_post_hooks, replay_pre_hooks
 from orlop.optim.link import Link, link_for
-from orlop.optim.pipeline import Crossing, TornStep, cross
+from orlop.optim.pipeline import Crossing, TornStep, bring_home, cross
 from orlop.optim.probe import probe_state
 from orlop.optim.proof import Method, Proof, prove, require_sharded
 from orlop.optim.resident import Resident, Residents, require_steppable
@@ -25,6 +25,7 @@ from orlop.optim.stepping import Group, StateMap
 from orlop.optim.toys import Subject
 
 WINDOW_BYTES = 256 * 2**20
+_HOST = torch.device("cpu")
 
 
 class Swapped(Optimizer):
@@ -63,12 +64,16 @@ class Swapped(Optimizer):
         self.state = StateMap(dict, self.state)
         self.links: dict[torch.device, Link] = {}
         self._fault: str | None = None
+        self._order: list[tuple[Tensor, Resident | None]] = []
+        self._order_ids: list[int] = []
+        self._meta: list[tuple[Tensor, str]] = []
         self._proof = self._prove()
         self._residents = Residents(self.state, pinned=_wants_pinned(self.param_groups))
         self._admit(range(len(self.param_groups)))
         if never_stepped is not None:
             for position, resident in enumerate(self._residents):
                 resident.stepped = position not in never_stepped
+            self._num_stepped = len(self._residents) - len(never_stepped)
         self._settled = True
 
     def _prove(self) -> Proof:
@@ -114,6 +119,13 @@ class Swapped(Optimizer):
                 for index, position, param in newcomers
             ]
         )
+        self._order_ids = []
+        self._num_stepped = sum(resident.stepped for resident in self._residents)
+        self._meta += [
+            (param, _name(self.param_groups[index], index, position))
+            for index, position, param in newcomers
+            if param.is_meta
+        ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters' state gets a block of its own in the arena."""
@@ -145,17 +157,15 @@ class Swapped(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.synchronize()
+        self._wait_home()
         active = self._active()
         skipped = self._is_skipped_by_scaler()
-        by_device: dict[torch.device, list[Resident]] = {}
-        for resident in active:
-            by_device.setdefault(compat.local_tensor(resident.param).device, []).append(resident)
-        for device, residents in by_device.items() or [(torch.device("cpu"), [])]:
+        for device, residents in _by_device(active).items():
             self._cross(device, residents)
-        if not skipped:
+        if not skipped and self._num_stepped < len(self._residents):
             for resident in active:
                 resident.stepped = True
+            self._num_stepped = sum(resident.stepped for resident in self._residents)
         return loss
 
     def _cross(self, device: torch.device, active: list[Resident]) -> None:
@@ -168,6 +178,7 @@ class Swapped(Optimizer):
             active=active,
             link=self.links[device],
             method=self._proof.method,
+            in_place=self._proof.in_place,
             window_bytes=self.window_bytes,
         )
         try:
@@ -178,19 +189,33 @@ class Swapped(Optimizer):
 
     def _active(self) -> list[Resident]:
         """Residents with a gradient; parameters that were unfrozen since get their place now."""
-        found: list[Resident] = []
-        for index, group in enumerate(self.param_groups):
-            for position, param in enumerate(group["params"]):
-                if param.grad is None:
-                    if param.is_meta:
-                        raise _replaced(_name(group, index, position))
-                    continue
-                if param not in self._residents:
-                    self._admit([index], also=[param])
-                resident = self._residents[param]
-                resident.gradient()
-                found.append(resident)
-        return found
+        # Once per parameter and step, and felt where steps are short: thousands of small parameters, fused.
+        active: list[Resident] = []
+        for param, resident in self._in_order():
+            grad = param.grad
+            if grad is not None:
+                found = self._admit_unfrozen(param) if resident is None else resident
+                if grad.layout is not torch.strided:
+                    found.gradient()
+                active.append(found)
+        for param, name in self._meta:
+            if param.is_meta:
+                raise _replaced(name)
+        self._meta = []
+        return active
+
+    def _in_order(self) -> list[tuple[Tensor, Resident | None]]:
+        """The groups' parameters with their residents; made anew when a group's list has changed."""
+        ids = [id(param) for group in self.param_groups for param in group["params"]]
+        if ids != self._order_ids:
+            params = [param for group in self.param_groups for param in group["params"]]
+            self._order = [(p, self._residents[p] if p in self._residents else None) for p in params]
+            self._order_ids = ids
+        return self._order
+
+    def _admit_unfrozen(self, param: Tensor) -> Resident:
+        self._make_room(param)
+        return self._residents[param]
 
     def _is_skipped_by_scaler(self) -> bool:
         """Whether a GradScaler told a fused class to leave everything as it is (``found_inf``)."""
@@ -288,7 +313,13 @@ class Swapped(Optimizer):
             )
 
     def synchronize(self) -> None:
-        """Return when all state is home."""
+        """Return when all state is home, and all of it in the arena."""
+        self._wait_home()
+        if self.__dict__.get("_settled", False):
+            for resident in self._residents:
+                bring_home(self._residents, resident, self.state.get(resident.param, {}), resident.canonical)
+
+    def _wait_home(self) -> None:
         for link in self.__dict__.get("links", {}).values():
             link.finish()
 
@@ -361,6 +392,16 @@ def _replaced(name: str) -> ParameterReplaced:
         found="a meta tensor",
         todo="materialise a plain model before building its optimizer",
     )
+
+
+def _by_device(active: list[Resident]) -> dict[torch.device, list[Resident]]:
+    """The active residents by the device on which this rank's part of their parameter lives; the host's if none is."""
+    if False not in [resident.param.is_cpu for resident in active]:
+        return {_HOST: active}
+    found: dict[torch.device, list[Resident]] = {}
+    for resident in active:
+        found.setdefault(compat.local_tensor(resident.param).device, []).append(resident)
+    return found
 
 
 def _wants_pinned(groups: Iterable[Group]) -> bool:

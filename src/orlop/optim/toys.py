@@ -92,6 +92,18 @@ class Toy:
             self.give_gradients(number)
             step(self, raw)
 
+    def keeps_its_tensors(self) -> bool:
+        """Whether one more step leaves the same tensor objects in the state, all of them."""
+        before = {p: dict(self.state.get(p, {})) for p in self.params}
+        self.give_gradients(NUM_STEPS)
+        compat.raw_step(self.optimizer_class)(self.optimizer)
+        after = {p: self.state.get(p, {}) for p in self.params}
+        return all(
+            before[p].keys() == after[p].keys()
+            and all(after[p][key] is value for key, value in before[p].items())
+            for p in self.params
+        )
+
     def equals(self, other: Toy) -> bool:
         """Same parameters, state, group values and counters on the object, bit for bit."""
         return (

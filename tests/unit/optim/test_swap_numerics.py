@@ -94,10 +94,7 @@ def test_same_bits_as_the_stock_class(optimizer_class, kwargs, _, window_bytes, 
         and kwargs.get("momentum")
         and dtype.itemsize == 2
     ):
-        # Torch's own kernel gives other bits in each run (it reads memory that it has not written).
-        with pytest.raises(OptimizerRefused, match="SGD"):
-            orlop.swap(optimizer_class)(params, **kwargs)
-        return
+        pytest.skip("torch's own kernel reads memory that it has not written: two stock runs differ")
     late = late_parameters(optimizer_class, kwargs, params)
     swapped = orlop.swap(optimizer_class)(params, **kwargs)
     if window_bytes is not None:
