@@ -151,3 +151,29 @@ def refuse_fsdp1(rank):
 @pytest.mark.dist
 def test_fsdp1_is_refused():
     run_ranks(refuse_fsdp1, 2)
+
+
+def skip_everywhere(rank, flags):
+    mesh = init_device_mesh("cpu", (2,))
+    params, others = make_sharded(mesh), make_sharded(mesh)
+    optimizers = orlop.SwapAdamW(params, **flags), torch.optim.AdamW(others, **flags)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=16.0) for _ in optimizers]
+    for number in range(3):
+        for optimizer, mine, scaler in zip(optimizers, (params, others), scalers):
+            scaler.scale(torch.zeros(()))
+            give_gradients(mine, number)
+            if number == 1 and rank == 1:
+                mine[0].grad.to_local()[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+    assert scalers[0].get_scale() == 8.0
+    for param, other in zip(params, others):
+        assert optimizers[0].state[param]["step"] == 2
+        assert torch.equal(param.to_local(), other.to_local())
+
+
+@pytest.mark.dist
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all():
+    """B13."""
+    run_ranks(skip_everywhere, 2, {})

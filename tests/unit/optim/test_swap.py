@@ -6,6 +6,8 @@ import copy
 import io
 import math
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -390,6 +392,83 @@ def test_a_compiled_training_step_runs_the_optimizer_eagerly():
         compiled(model, swapped)
         train(other, stock)
     assert_equal_models(model, other)
+
+
+def test_the_step_counter_is_the_stored_one_and_no_other():
+    """B09: 5001 after one step from 5000; skipped steps and groups that step unequal times don't matter."""
+    (model, swapped), (other, stock) = pair(lr=0.1)
+    for each, optimizer in ((model, swapped), (other, stock)):
+        give_gradients(each)
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        for entry in state["state"].values():
+            entry["step"].fill_(5000)
+        optimizer.load_state_dict(state)
+        for number in range(3):
+            give_gradients(each, number)
+            if number == 1:
+                each[2].weight.grad = None
+            optimizer.step()
+    assert [float(swapped.state[p]["step"]) for p in model.parameters()] == [5003, 5003, 5002, 5003]
+    assert_equal_models(model, other)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "RMSprop", "SGD"])
+def test_two_hundred_steps_of_training_are_bit_equal(name):
+    """B24: through the thread link, in small windows."""
+    models = make_model(), make_model()
+    optimizer_class = getattr(torch.optim, name)
+    kwargs = {"lr": 0.01, "weight_decay": 0.01} | ({"momentum": 0.9} if name == "SGD" else {})
+    swapped = orlop.swap(optimizer_class)(models[0].parameters(), window_bytes=300, **kwargs)
+    swapped.links[torch.device("cpu")] = ThreadLink()
+    stock = optimizer_class(models[1].parameters(), **kwargs)
+    for number in range(200):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        losses = []
+        for model, optimizer in zip(models, (swapped, stock)):
+            optimizer.zero_grad()
+            loss = (model(batch) - batch[:, :3]).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    assert_equal_models(*models)
+
+
+CHECKS_UNDER_O = """
+import torch, orlop
+from orlop.errors import CheckpointMismatch
+assert False, "asserts are off under -O"
+p = torch.nn.Parameter(torch.zeros(3))
+optimizer = orlop.SwapAdamW([p])
+saved = optimizer.state_dict()
+pointer = optimizer.state[p]["exp_avg"].data_ptr()
+bad = {"state": {0: {**saved["state"][0], "exp_avg": torch.zeros(1)}}, "param_groups": saved["param_groups"]}
+try:
+    optimizer.load_state_dict(bad)
+except CheckpointMismatch:
+    pass
+else:
+    raise SystemExit("a wrong shape was taken")
+good = {"state": {0: {"step": 7, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}}, "param_groups": saved["param_groups"]}
+optimizer.load_state_dict(good)
+if optimizer.state[p]["step"] != 7 or optimizer.state[p]["exp_avg"].data_ptr() != pointer:
+    raise SystemExit("not loaded in place")
+"""
+
+
+def test_nothing_of_this_rests_on_asserts():
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", CHECKS_UNDER_O], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_parameter_whose_local_tensor_is_elsewhere_is_refused(monkeypatch):
+    param = torch.nn.Parameter(torch.zeros(3))
+    monkeypatch.setattr("orlop.compat.local_tensor", lambda tensor: torch.empty(tensor.shape, device="meta"))
+    with pytest.raises(OptimizerRefused, match="its local tensor on meta"):
+        orlop.SwapAdamW([param])
 
 
 class FailsInTheMiddle(torch.optim.AdamW):
