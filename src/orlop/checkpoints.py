@@ -88,9 +88,7 @@ class CheckpointStore:
             OrlopError: On every rank, when any rank failed; nothing is published.
         """
         path = self.path(step)
-        with engine.ranks.together(f"make room for {path.name}"):
-            if engine.ranks.is_coordinator:
-                self._make_room(step)
+        engine.ranks.on_coordinator(f"make room for {path.name}", lambda: self._make_room(step))
         save_checkpoint(engine, path, step=step, fingerprint=fingerprint)
         if engine.ranks.is_coordinator:
             self._expire(step)
@@ -110,8 +108,7 @@ class CheckpointStore:
         Args:
             engine: What to fill, in place.
             step: Which checkpoint; None for the newest complete one. Incomplete ones are passed over, each
-            with
-                a warning that says why.
+                with a warning that says why.
             load_states: False gives every parameter a fresh optimizer's state.
             load_args: False keeps the live hyperparameters of every group.
             policy: What the load may tolerate; by default, nothing.
@@ -124,19 +121,19 @@ class CheckpointStore:
             CheckpointIncomplete: `step` was asked for, and it is not complete.
             CheckpointError: What is there can't be loaded; the live state is as it was.
         """
-        chosen: tuple[int, str] | None = None
-        with engine.ranks.together("choose a checkpoint"):
-            if engine.ranks.is_coordinator:
-                found = self._newest() if step is None else self._at(step)
-                chosen = None if found is None else (found.step, found.path.name)
-        chosen = engine.ranks.broadcast(chosen)
+        chosen = engine.ranks.on_coordinator("choose a checkpoint", lambda: self._choose(step))
         if chosen is None:
             return None
-        path = self.root / chosen[1]
+        chosen_step, name = chosen
+        path = self.root / name
         report = resume_checkpoint(
             engine, path, load_states=load_states, load_args=load_args, policy=policy or LoadPolicy()
         )
-        return Resumed(step=chosen[0], path=path, report=report)
+        return Resumed(step=chosen_step, path=path, report=report)
+
+    def _choose(self, step: int | None) -> tuple[int, str] | None:
+        found = self._newest() if step is None else self._at(step)
+        return None if found is None else (found.step, found.path.name)
 
     def _newest(self) -> Checkpoint | None:
         for found in reversed(list_checkpoints(self.root)):

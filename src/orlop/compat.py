@@ -123,6 +123,11 @@ def placements(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor._spec.placements) if isinstance(tensor, DTensor) else ()
 
 
+def is_in_mesh(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds a part of the tensor; always so for a plain one."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
 def gradient_like(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """A gradient of `param` with the parameter's own placements (redistributed where they differ)."""
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and placements(grad) != placements(param):

@@ -24,8 +24,8 @@ _log = logging.getLogger("orlop")
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
-# Every phase that is under way. A peak counter is one per process: whoever resets it first notes its value here,
-# so that an inner phase never hides what an outer one has seen.
+# Every phase that is under way. A peak counter is one per process: whoever resets it first notes its value
+# here, so that an inner phase never hides what an outer one has seen.
 _open: list[Phase] = []
 
 
@@ -39,7 +39,7 @@ class Phase:
         host_before: Resident bytes of this process when the block began.
         host_peak: Highest resident bytes while it ran.
         host_peak_exact: False where this system can't reset its peak counter and that counter did not rise:
-            the peak is then only known to lie between `host_before` and `host_peak`, the process's highest ever.
+            the peak is then only known to lie between `host_before` and `host_peak`, the highest ever.
         device_before: Allocated bytes of the accelerator when the block began; None without one in use.
         device_peak: Highest allocated bytes of the accelerator while it ran; None without one in use.
     """
@@ -66,7 +66,7 @@ class Phase:
 def phase(name: str) -> Iterator[Phase]:
     """Times the block, watches its memory, and logs one line at INFO on rank 0 (logger `orlop`).
 
-    Phases nest. A block that raises is measured and logged too ("save failed: ..."). The kernel's peak counter of
+    Phases nest. A block that raises is measured and logged too ("save failed: ..."). The kernel's peak of
     this process (Linux: `VmHWM`, which `ru_maxrss` follows) and the accelerator's are reset at the start.
 
     Args:
@@ -83,7 +83,7 @@ def phase(name: str) -> Iterator[Phase]:
         failed = False
     finally:
         _end(measured)
-        if _is_rank_zero():
+        if is_rank_zero():
             _log.info("%s%s: %s", name, " failed" if failed else "", measured)
 
 
@@ -167,7 +167,8 @@ def _device_memory() -> ModuleType | None:
     return module if started is None or started() else None
 
 
-def _is_rank_zero() -> bool:
+def is_rank_zero() -> bool:
+    """Whether this process is the one that logs: rank 0, or the only one."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 

@@ -1,8 +1,8 @@
 """The random streams of this rank, saved and restored exactly.
 
 Owns: Python's `random`, NumPy's global generator, torch's CPU generator, the accelerator's generators, and
-generators that a user names. States are plain data (ints, floats, strings, lists, bytes), never pickled objects.
-Must not know of ranks or files: each rank has streams of its own, and saves its own state.
+generators that a user names. States are plain data (ints, floats, strings, lists, bytes), never pickled
+objects. Must not know of ranks or files: each rank has streams of its own, and saves its own state.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RngState:
         left as they are, with a warning in the log.
 
         Raises:
-            CheckpointMismatch: `state` isn't what `state_dict` returns, or names other generators or another kind
-                of NumPy generator than the live ones; nothing has changed.
+            CheckpointMismatch: `state` isn't what `state_dict` returns, or names other generators or another
+                kind of NumPy generator than the live ones; nothing has changed.
         """
         try:
             python = _python_state(state["python"])
@@ -103,11 +103,11 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def _rehearse_numpy(saved: Mapping[str, Any]) -> None:
-    kind = type(np.random.get_bit_generator())
-    if saved["bit_generator"] != kind.__name__:
-        raise ValueError(f"NumPy's global generator is {kind.__name__}, not {saved['bit_generator']}")
-    np.random.RandomState(kind()).set_state(saved)
+def _rehearse_numpy(saved: dict[str, Any]) -> None:
+    live = np.random.get_state(legacy=False)["bit_generator"]
+    if saved["bit_generator"] != live:
+        raise ValueError(f"NumPy's global generator is {live}, not {saved['bit_generator']}")
+    np.random.RandomState(getattr(np.random, live)()).set_state(saved)
 
 
 def _to_bytes(state: torch.Tensor) -> bytes:

@@ -1,4 +1,4 @@
-"""Decides, from names and sizes alone: which step a name stands for, what is newest, complete, expired.
+"""Decides, from names and sizes alone: which step a name stands for, what is complete, what has expired.
 
 Pure: no file is touched here. Must not know how the names and sizes were found.
 """
@@ -6,7 +6,7 @@ Pure: no file is touched here. Must not know how the names and sizes were found.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,11 +62,6 @@ def parse_unpublished(name: str) -> Unpublished | None:
         return None
     kind: Literal["partial", "retired"] = "partial" if match["kind"] == "partial" else "retired"
     return Unpublished(final=match["final"], kind=kind, host=match["host"], pid=int(match["pid"]))
-
-
-def newest(steps: Iterable[int]) -> int | None:
-    """The step to resume from; None when there is none."""
-    return max(steps, default=None)
 
 
 def expired(

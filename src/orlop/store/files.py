@@ -1,66 +1,50 @@
 """Every byte that orlop itself puts on disk goes through here: open, write, fsync, rename, remove.
 
-Owns the file operations and the order inside each of them. Must not know what a checkpoint is. Each operation
-that changes the disk, or makes a change durable, first tells the observers (`observed`): that is the one seam
-through which a test records the order, refuses an operation, or ends the process at a chosen instant.
+Owns the file operations and the order inside each of them; all of them survive signals and short writes. Must not
+know what a checkpoint is. Each operation that changes the disk, or makes a change durable, is first told to the
+observers (`observed`, see `operations`).
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from orlop.store.operations import Observer, Operation, observed, perform
+
+__all__ = [
+    "NewFile",
+    "Observer",
+    "Operation",
+    "append_file",
+    "directory_names",
+    "file_sizes",
+    "free_bytes",
+    "fsync_directory",
+    "fsync_file",
+    "is_directory",
+    "last_change",
+    "make_directory",
+    "new_file",
+    "observed",
+    "read_file",
+    "remove_tree",
+    "rename",
+    "replace_file",
+    "write_file",
+]
 
 # What a file system that can't fsync a directory answers (some FUSE and network mounts); they give no
 # ordering to wait for, and refusing to save there would help nobody.
 _NO_DIRECTORY_FSYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One change to the disk, about to happen.
-
-    Attributes:
-        kind: What is done.
-        path: The file or directory that it is done to.
-        target: The new name, for a rename.
-        data: The bytes, for a write or an append.
-    """
-
-    kind: Literal["make", "write", "append", "fsync", "rename", "remove"]
-    path: Path
-    target: Path | None = None
-    data: bytes | None = None
-
-
-Observer = Callable[[Operation], None]
-_observers: list[Observer] = []
-
-
-@contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """Within the block, `observer` is called just before every operation of this process; it may raise."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
-
-def _announce(
-    kind: Literal["make", "write", "append", "fsync", "rename", "remove"],
-    path: Path,
-    *,
-    target: Path | None = None,
-    data: bytes | None = None,
-) -> None:
-    for observer in tuple(_observers):
-        observer(Operation(kind=kind, path=path, target=target, data=data))
+# -- changes -----------------------------------------------------------------------------------------------
 
 
 def make_directory(path: Path) -> None:
@@ -68,63 +52,98 @@ def make_directory(path: Path) -> None:
     if path.is_dir():
         return
     make_directory(path.parent)
-    _announce("make", path)
-    path.mkdir(exist_ok=True)
+    perform(Operation(kind="make", path=path), lambda _: path.mkdir(exist_ok=True))
     fsync_directory(path.parent)
+
+
+class NewFile:
+    """A file that is being written from its start; made by `new_file`.
+
+    Attributes:
+        path: The file.
+        size: Bytes written so far.
+    """
+
+    def __init__(self, path: Path, descriptor: int, kind: Literal["write", "append"]) -> None:
+        self.path = path
+        self.size = 0
+        self._descriptor = descriptor
+        self._kind: Literal["write", "append"] = kind
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Adds all of `data`, however often the system takes only a part of it."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            operation = Operation(kind=self._kind, path=self.path, size=len(rest))
+            taken = perform(operation, lambda limit, rest=rest: os.write(self._descriptor, rest[:limit]))  # type: ignore[misc]
+            if taken == 0:
+                raise OSError(errno.EIO, "the system takes no more bytes", str(self.path))
+            rest = rest[taken:]
+            self.size += taken
+
+    def fsync(self) -> None:
+        """Makes what was written durable; its directory entry is durable after `fsync_directory`."""
+        perform(Operation(kind="fsync", path=self.path), lambda _: os.fsync(self._descriptor))
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[NewFile]:
+    """Opens `path` for writing from its start, in place of what it held."""
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+        yield NewFile(path, descriptor, "write")
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    opening = Operation(kind="open", path=path)
+    descriptor = perform(opening, lambda _: os.open(path, flags | os.O_CLOEXEC, 0o666))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes a whole file and fsyncs it; its directory entry is durable after `fsync_directory`."""
-    _announce("write", path, data=data)
-    with path.open("wb") as file:
+    with new_file(path) as file:
         file.write(data)
-    fsync_file(path)
+        file.fsync()
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Gives `path` a new content as a whole: a reader, or a crash, sees the old one or the new one."""
     fresh = path.with_name(f"{path.name}.new-{os.getpid()}")
     write_file(fresh, data)
-    _announce("rename", fresh, target=path)
-    fresh.replace(path)
+    perform(Operation(kind="rename", path=fresh, target=path), lambda _: fresh.replace(path))
     fsync_directory(path.parent)
 
 
 def append_file(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Adds `data` at the end in one write, and fsyncs when `durable`; creates the file when it is missing."""
-    _announce("append", path, data=data)
-    with path.open("ab", buffering=0) as file:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[file.write(rest) :]
-    if durable:
-        fsync_file(path)
-
-
-def read_file(path: Path) -> bytes:
-    """The whole content of a file."""
-    return path.read_bytes()
+    """Adds `data` at the end, and fsyncs when `durable`; creates the file when it is missing."""
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
+        file = NewFile(path, descriptor, "append")
+        file.write(data)
+        if durable:
+            file.fsync()
 
 
 def fsync_file(path: Path) -> None:
     """Makes a file's content durable, whoever wrote it."""
-    _announce("fsync", path)
     # fsync acts on the file, not on the descriptor: a read-only one serves, and needs no write permission.
-    _fsync(path, os.O_RDONLY)
+    perform(Operation(kind="fsync", path=path), lambda _: _fsync(path, os.O_RDONLY))
 
 
 def fsync_directory(path: Path) -> None:
     """Makes the names in a directory durable."""
-    _announce("fsync", path)
     try:
-        _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+        perform(Operation(kind="fsync", path=path), lambda _: _fsync(path, os.O_RDONLY | os.O_DIRECTORY))
     except OSError as error:
         if error.errno not in _NO_DIRECTORY_FSYNC:
             raise
 
 
 def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -133,18 +152,44 @@ def _fsync(path: Path, flags: int) -> None:
 
 def rename(old: Path, new: Path) -> None:
     """Renames within one file system, atomically; a directory never replaces one that holds anything."""
-    _announce("rename", old, target=new)
-    old.rename(new)
+    perform(Operation(kind="rename", path=old, target=new), lambda _: old.rename(new))
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory and all it holds; nothing there is no error."""
-    _announce("remove", path)
+    """Removes a directory and all it holds, or a file; what somebody else removed meanwhile is no error."""
     try:
-        shutil.rmtree(path)
+        is_real_directory = stat.S_ISDIR(path.lstat().st_mode)
+        names = sorted(os.listdir(path)) if is_real_directory else []
     except FileNotFoundError:
-        # Somebody else (an earlier clean-up that still runs) removed a part under our hands: finish the rest.
-        shutil.rmtree(path, ignore_errors=True)
+        return
+    for name in names:
+        remove_tree(path / name)
+    try:
+        remove = path.rmdir if is_real_directory else path.unlink
+        perform(Operation(kind="remove", path=path), lambda _: remove())
+    except FileNotFoundError:
+        pass
+
+
+# -- looks -------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path) -> bytes:
+    """The whole content of a file."""
+    return path.read_bytes()
+
+
+def is_directory(path: Path) -> bool:
+    """Whether this process sees a directory there."""
+    return path.is_dir()
+
+
+def free_bytes(path: Path) -> int:
+    """How many bytes this user can still write in the file system of `path`, or of what is above it."""
+    while not path.exists():
+        path = path.parent
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
 
 
 def directory_names(path: Path) -> list[str]:

@@ -25,8 +25,7 @@ def _now() -> datetime:
 
 
 class Manifest(BaseModel):
-    """What `orlop.json` holds. Fields that this version doesn't know are ignored: an addition keeps the
-    version.
+    """What `orlop.json` holds. Unknown fields are ignored, so that an addition keeps the schema version.
 
     Attributes:
         schema_version: Of this file's layout; raised when an old reader would misunderstand a new file.

@@ -23,9 +23,8 @@ from orlop.store import files
 from orlop.store.catalog import Unpublished, parse_unpublished, unpublished_name
 from orlop.store.manifest import MANIFEST_NAME
 
-# A writer on another host can't be asked whether it lives; one that changed nothing for this long is taken
-# for dead. Should it live after all, its save fails with a missing file: nothing is published that is not
-# whole.
+# A writer on another host can't be asked whether it lives; one that changed nothing for this long counts as
+# dead. Should it live after all, its save fails over a missing file: it publishes nothing that is not whole.
 SILENT_SECONDS = 3600.0
 
 # Partial directories that this process is writing now: a later save must not sweep them as strays.

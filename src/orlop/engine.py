@@ -1,0 +1,259 @@
+"""`TrainEngine`: one model, its optimizers and what belongs to them, trained, saved and resumed as one.
+
+Owns the training step and the readiness of the live state. Must not know data, schedules of saves or directories of
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.optim import Optimizer
+
+from orlop import compat
+from orlop.errors import StateNotReady
+from orlop.norm import clip, count_holders, total_norm
+from orlop.ranks import Ranks
+from orlop.resume import LoadPolicy, LoadReport, resume_checkpoint
+from orlop.save import save_checkpoint
+from orlop.state.names import ParameterNames, require_all_named
+from orlop.state.stock import move_stock_state, state_of
+
+__all__ = ["TrainEngine"]
+
+_RESERVED = frozenset({"model", "scheduler"})
+
+
+class TrainEngine:
+    """A model and its optimizers, trained, saved and resumed as one. Construction is collective.
+
+    Args:
+        model: The model: plain, DistributedDataParallel, `fully_shard`ed, compiled.
+        optimizer: Its optimizer, or several by name.
+        scheduler: An LR scheduler; the caller steps it.
+        parts: More state to save, by name: objects with `state_dict` and `load_state_dict` that hold plain data.
+        max_grad_norm: What `clip_grad_norm` clips to; None measures only.
+        skip_grad_norm_threshold: A step with a larger norm is skipped; None skips only norms that are not finite.
+        process_group: The control group, of all ranks and on CPU; by default a gloo group made here.
+
+    Attributes:
+        optimizers: The optimizers by name; a single one is `optimizer`.
+        parts: Live: what is added before a save or load takes part in it.
+        ranks: What this engine's ranks tell each other.
+
+    Raises:
+        ParameterReplaced: The optimizer holds parameters that are not in the model.
+        ValueError: A name is taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Mapping[str, Optimizer],
+        scheduler: Any = None,
+        parts: Mapping[str, Any] | None = None,
+        *,
+        max_grad_norm: float | None = None,
+        skip_grad_norm_threshold: float | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizers: Mapping[str, Optimizer] = (
+            {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else dict(optimizer)
+        )
+        self.scheduler = scheduler
+        self.parts: MutableMapping[str, Any] = dict(parts or {})
+        self.max_grad_norm = max_grad_norm
+        self.skip_grad_norm_threshold = skip_grad_norm_threshold
+        self.ranks = Ranks.create(process_group)
+        self._not_ready: str | None = None
+        self._holders: dict[str, int] | None = None
+        with self.ranks.together("build the engine"):
+            for name in (*self.optimizers, *self.parts):
+                if name in _RESERVED or (name in self.optimizers and name in self.parts):
+                    raise ValueError(f"a part or optimizer can't be named {name!r}: that name is taken")
+            require_all_named(ParameterNames.of(model), self.optimizers)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], Tensor]) -> float:
+        """Forward and backward over the micro-batches of one step; gradients add up to those of their mean loss.
+
+        Args:
+            batches: The micro-batches, at least one.
+            loss_fn: `loss_fn(model, batch)` gives a 0-dim loss.
+
+        Returns:
+            This rank's mean loss.
+        """
+        micro_batches = list(batches)
+        if not micro_batches:
+            raise ValueError("a training step needs at least one batch")
+        total: Tensor | None = None
+        for batch in micro_batches:
+            loss = loss_fn(self.model, batch) / len(micro_batches)
+            loss.backward()
+            part = loss.detach().to(torch.float32)
+            total = part if total is None else total + part
+        assert total is not None
+        return total.item()
+
+    def clip_grad_norm(self) -> Tensor:
+        """Measure the total gradient norm over all ranks and clip to `max_grad_norm`; collective.
+
+        Returns:
+            The norm before clipping: 0-dim, float32, on the host, with the same bits on every rank.
+        """
+        names = ParameterNames.of(self.model)
+        params = {
+            names.first(p): p for p in names.fqns if isinstance(p, nn.Parameter) and compat.is_in_mesh(p)
+        }
+        if self._holders is None or self._holders.keys() != params.keys():
+            self._holders = count_holders(params, self.ranks)
+        gradients = {name: param.grad for name, param in params.items() if param.grad is not None}
+        norm = total_norm(gradients, self._holders, self.ranks)
+        if self.max_grad_norm is not None:
+            clip(gradients.values(), norm, self.max_grad_norm)
+        return norm
+
+    def step_optimizer(self, grad_norm: Tensor | float) -> bool:
+        """Step every optimizer and drop the gradients; the scheduler is the caller's to step.
+
+        Args:
+            grad_norm: From `clip_grad_norm`: equal on all ranks, so that all decide alike.
+
+        Returns:
+            False when the norm is not finite or over the threshold: then no state has changed.
+
+        Raises:
+            StateNotReady: A load failed half-way and none has succeeded since.
+        """
+        self.require_ready()
+        norm = float(grad_norm)
+        threshold = self.skip_grad_norm_threshold
+        taken = math.isfinite(norm) and (threshold is None or norm <= threshold)
+        if taken:
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+        return taken
+
+    # -- saving and loading ------------------------------------------------------------------------------------------
+
+    def save_dcp(
+        self,
+        weights_dir: str | os.PathLike[str],
+        save_optimizer: bool = True,
+        *,
+        include_frozen: bool = True,
+        storage_writer: StorageWriter | None = None,
+        key_prefix: str = "",
+    ) -> None:
+        """Save all parts as one DCP checkpoint; collective. See `orlop.save.save_checkpoint`.
+
+        Args:
+            weights_dir: The checkpoint's directory; it must not hold anything, and appears whole or not at all.
+            save_optimizer: Whether optimizer state and groups are saved.
+            include_frozen: Whether parameters that don't train are saved.
+            storage_writer: Writes the checkpoint instead.
+            key_prefix: Put before every key.
+        """
+        save_checkpoint(
+            self,
+            weights_dir,
+            save_optimizer=save_optimizer,
+            include_frozen=include_frozen,
+            storage_writer=storage_writer,
+            key_prefix=key_prefix,
+        )
+
+    def load_dcp(
+        self,
+        weights_dir: str | os.PathLike[str],
+        load_states: bool = True,
+        load_args: bool = True,
+        *,
+        policy: LoadPolicy | None = None,
+        storage_reader: StorageReader | None = None,
+        key_prefix: str = "",
+    ) -> LoadReport:
+        """Load a DCP checkpoint in place; collective. See `orlop.resume.resume_checkpoint`.
+
+        Args:
+            weights_dir: The checkpoint's directory.
+            load_states: False gives every parameter a fresh optimizer's state.
+            load_args: False keeps the live hyperparameters of every group.
+            policy: What may differ; by default nothing.
+            storage_reader: Reads the checkpoint instead.
+            key_prefix: What was put before every key.
+        """
+        return resume_checkpoint(
+            self,
+            weights_dir,
+            load_states=load_states,
+            load_args=load_args,
+            policy=policy,
+            storage_reader=storage_reader,
+            key_prefix=key_prefix,
+        )
+
+    def invalidate(self, reason: str) -> None:
+        """The live state is half old, half new from here on: refuse to step and to save."""
+        self._not_ready = reason
+        for optimizer in self.optimizers.values():
+            state_of(optimizer).invalidate(reason)
+
+    def mark_ready(self) -> None:
+        """A load has succeeded: the live state is whole again."""
+        self._not_ready = None
+
+    def require_ready(self) -> None:
+        """Raise StateNotReady after a load that failed half-way."""
+        if self._not_ready is not None:
+            raise StateNotReady(
+                "the live state is half old, half new",
+                found=self._not_ready,
+                todo="load a checkpoint before stepping or saving",
+            )
+
+    # -- moving ------------------------------------------------------------------------------------------------------
+
+    def put_model_to_device(self, device: torch.device | str) -> bool:
+        """Move the model; its parameters stay the same objects.
+
+        Returns:
+            False when it was there already.
+        """
+        target = torch.device(device)
+        tensors = ParameterNames.of(self.model).fqns
+        if all(_is_on(tensor, target) for tensor in tensors):
+            return False
+        self.model.to(target)
+        return True
+
+    def put_optimizer_to_device(self, device: torch.device | str) -> bool:
+        """Move stock optimizers' state; host counters such as `step` stay where the class wants them.
+
+        Returns:
+            False when nothing moved: the state is host-resident, or was there already.
+        """
+        moved = [
+            getattr(optimizer, "put_state_to_device", None) is None
+            and move_stock_state(optimizer, torch.device(device))
+            for optimizer in self.optimizers.values()
+        ]
+        return any(moved)
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    local = compat.local_tensor(tensor)
+    return local.device.type == device.type and device.index in (None, local.device.index)

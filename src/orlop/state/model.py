@@ -1,0 +1,122 @@
+"""The model's part: its tensors as live views by FQN, and putting loaded values in place.
+
+Owns when a model can be filled in place and when its values must go through its own `load_state_dict`. Must not
+know files or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orlop import compat
+from orlop.errors import CheckpointMismatch
+from orlop.state.names import ParameterNames, clean_key, walk
+
+__all__ = ["ModelView", "install", "view_model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """What a model's `state_dict` holds now, by FQN.
+
+    Attributes:
+        names: The FQNs of its parameters and buffers.
+        entries: The live tensors and, for modules with extra state, their values.
+        raw_keys: The `state_dict` key of each entry.
+        through: Why loading must go through `load_state_dict`; None when the entries can be filled in place.
+    """
+
+    names: ParameterNames
+    entries: Mapping[str, Any]
+    raw_keys: Mapping[str, str]
+    through: str | None
+
+    def is_frozen(self, fqn: str) -> bool:
+        """Whether the entry is a parameter that does not train."""
+        tensor = self.names.tensors.get(fqn)
+        return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+    def targets(self) -> dict[str, Tensor]:
+        """The tensors that a load fills, by FQN: the live ones, or new ones when loading goes `through`.
+
+        Raises:
+            CheckpointMismatch: The model is still on the meta device.
+        """
+        tensors = {fqn: value for fqn, value in self.entries.items() if isinstance(value, Tensor)}
+        if metas := [fqn for fqn, tensor in tensors.items() if compat.local_tensor(tensor).is_meta]:
+            raise CheckpointMismatch(
+                "the model is on the meta device and has no memory to load into; nothing was changed",
+                where=", ".join(metas[:5]),
+                todo="call model.to_empty(device=...) before loading",
+            )
+        if self.through is None:
+            return tensors
+        return {
+            fqn: compat.empty_state_like(tensor, tensor.dtype, compat.local_tensor(tensor).device)
+            for fqn, tensor in tensors.items()
+        }
+
+
+def view_model(model: nn.Module) -> ModelView:
+    """Look at a model; copies nothing. FSDP2 reshards its parameters at this, as for any `state_dict` call.
+
+    Raises:
+        CheckpointMismatch: Two keys become the same FQN once the wrappers' segments are gone.
+    """
+    state = model.state_dict()
+    entries: dict[str, Any] = {}
+    raw_keys: dict[str, str] = {}
+    for key, value in state.items():
+        fqn = clean_key(model, key)
+        if fqn in entries:
+            raise CheckpointMismatch(
+                "two entries of the model have one name", where=fqn, found=f"{raw_keys[fqn]}, {key}"
+            )
+        entries[fqn], raw_keys[fqn] = value, key
+    names = ParameterNames.of(model)
+    return ModelView(
+        names=names, entries=entries, raw_keys=raw_keys, through=_why_through(model, names, entries)
+    )
+
+
+def _why_through(model: nn.Module, names: ParameterNames, entries: Mapping[str, Any]) -> str | None:
+    for prefix, module in walk(model):
+        if (reason := compat.own_loading(module)) is not None:
+            return f"{prefix.rstrip('.') or 'the model'} has {reason}"
+    for fqn, value in entries.items():
+        if isinstance(value, Tensor) and not fqn.endswith("_extra_state"):
+            live = names.tensors.get(fqn)
+            if live is None or not _same_memory(value, live):
+                return f"{fqn} in state_dict() is not the live tensor"
+    return None
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    a, b = compat.local_tensor(one), compat.local_tensor(other)
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
+
+
+def install(model: nn.Module, view: ModelView, loaded: Mapping[str, Any], *, strict: bool) -> None:
+    """Finish a load: hand over extra state and fire the hooks; tensors filled in place stay where they are.
+
+    Args:
+        model: The live model.
+        view: How it looked before the load.
+        loaded: Loaded values by FQN: all of them when loading goes `through`, else only extra state counts.
+        strict: Whether `load_state_dict` may miss or find more keys.
+    """
+    if view.through is not None:
+        state = {view.raw_keys.get(fqn, fqn): value for fqn, value in loaded.items()}
+        with torch.no_grad():
+            model.load_state_dict(state, strict=strict)
+        return
+    for prefix, module in walk(model):
+        extra = f"{prefix}_extra_state"
+        if extra in loaded and extra in view.entries:
+            module.set_extra_state(loaded[extra])
+    compat.fire_load_post_hooks(model)

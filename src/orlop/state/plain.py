@@ -1,0 +1,108 @@
+"""Plain data: what a byte leaf may hold, so that reading it back never runs code.
+
+Owns the list of allowed types, the copy into them, and a digest that says whether two ranks hold the same. Must not
+know what the data means, nor files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from orlop.errors import CheckpointUnsafe
+
+__all__ = ["digest", "plain"]
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def plain(value: Any, where: str) -> Any:
+    """A copy of `value` in plain types that `torch.load(weights_only=True)` reads; tensors on the host, uncopied there.
+
+    Args:
+        value: Nested dicts, lists, tuples and sets of numbers, strings, bytes, None and tensors.
+        where: The name of the leaf, for the message.
+
+    Raises:
+        CheckpointUnsafe: Something in it is of another type; the message names the place and the type.
+    """
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, DTensor):
+        raise CheckpointUnsafe(
+            "a part's state holds a DTensor, and one leaf of plain data can't be sharded",
+            where=where,
+            found=f"DTensor of shape {tuple(value.shape)}",
+            todo="keep sharded tensors in the model or in an optimizer, or give `value.full_tensor()`",
+        )
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if isinstance(value, Mapping):
+        kind: Callable[[dict[Any, Any]], Any] = type(value) if type(value) in (OrderedDict, Counter) else dict
+        return kind({plain(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()})
+    if type(value) in (list, tuple, set):
+        items = [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return type(value)(items)
+    return _scalar(value, where)
+
+
+def _tensor(value: Tensor) -> Tensor:
+    host = value.detach().cpu()
+    # Saving a view would write the whole storage behind it.
+    if host.is_contiguous() and host.untyped_storage().nbytes() == host.numel() * host.element_size():
+        return host
+    return host.contiguous().clone()
+
+
+def _scalar(value: Any, where: str) -> Any:
+    # Subclasses (IntEnum, numpy.float64) and numpy's scalars hold a plain value.
+    kinds: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex, str, bytes)
+    for kind in kinds:
+        if isinstance(value, kind):  # type: ignore[arg-type]
+            return kind(value)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return plain(value.item(), where)
+    kind_name = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise CheckpointUnsafe(
+        "a part's state is not plain data, so it could only be read back by running code",
+        where=where,
+        expected="numbers, strings, bytes, None, tensors, and dicts, lists, tuples and sets of them",
+        found=kind_name,
+        todo="let `state_dict` give plain data (`torch.from_numpy` for arrays)",
+    )
+
+
+def digest(value: Any) -> str:
+    """A hex digest of plain data: equal for equal types and values, whatever the order of dicts and sets."""
+    hasher = hashlib.blake2b(digest_size=16)
+    _feed(hasher.update, value)
+    return hasher.hexdigest()
+
+
+def _feed(feed: Callable[[bytes], None], value: Any) -> None:
+    feed(f"{type(value).__name__}:".encode())
+    if isinstance(value, Tensor):
+        feed(f"{value.dtype}{tuple(value.shape)}".encode())
+        if value.numel():
+            feed(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        feed(b"".join(sorted(digest(key).encode() + digest(item).encode() for key, item in value.items())))
+    elif isinstance(value, set):
+        feed(b"".join(sorted(digest(item).encode() for item in value)))
+    elif isinstance(value, (list, tuple)):
+        feed(str(len(value)).encode())
+        for item in value:
+            _feed(feed, item)
+    elif isinstance(value, float):
+        feed(struct.pack("<d", value))
+    elif isinstance(value, bytes):
+        feed(value)
+    else:
+        feed(f"{value!r};".encode())

@@ -1,0 +1,44 @@
+"""The progress part: the counters of a run. Must not know what moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from orlop.errors import CheckpointMismatch
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far the run is; a part, the same on all ranks.
+
+    Attributes:
+        step: Steps done, skipped ones included.
+        tokens: Tokens seen by all ranks.
+        skipped: Steps that the optimizer refused.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the counters."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Takes the counters over.
+
+        Raises:
+            CheckpointMismatch: A counter is missing or unknown; nothing has changed.
+        """
+        expected = {field.name for field in fields(self)}
+        if set(state) != expected:
+            raise CheckpointMismatch(
+                "The saved progress has other counters",
+                where="progress",
+                expected=", ".join(sorted(expected)),
+                found=", ".join(sorted(state)),
+            )
+        for name in expected:
+            setattr(self, name, int(state[name]))

@@ -1,0 +1,241 @@
+"""The training loop that resumes by itself: restart the same command, and the run goes on bit for bit.
+
+Owns the order of things in a run: resume, step, report, save, stop. Must not know how any of them is done
+(`engine`, `checkpoints`, `state`, `store`), nor what a batch or a model is.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from orlop.batches import call_model, count_tokens_of
+from orlop.configs import LoadCheckpointConfig
+from orlop.display import progress_bar
+from orlop.resume import LoadPolicy
+from orlop.signals import sigterm
+from orlop.state.data import DataStream
+from orlop.state.progress import Progress
+from orlop.state.rng import RngState
+from orlop.store.metrics import MetricsLog, StepRecord
+
+if TYPE_CHECKING:
+    from orlop.checkpoints import CheckpointStore
+    from orlop.engine import TrainEngine
+
+_log = logging.getLogger("orlop")
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+class Trainer:
+    """Trains to `total_steps`, saving as it goes; a restarted run goes on where its last checkpoint stands.
+
+    All ranks build it alike and call `run`. It adds the parts `rng`, `data` and `progress` to the engine's.
+
+    Args:
+        engine: Model, optimizers and scheduler.
+        store: The run's own checkpoints; where it holds one, the run resumes from that.
+        data: This rank's batches, iterable once per epoch (see `DataStream`).
+        total_steps: Where the run ends.
+        save_every: Steps between checkpoints; the last step is always saved.
+        resume: Where a run without a checkpoint of its own starts from.
+        policy: What loading may tolerate; by default, nothing.
+        loss_fn: `(model, batch) -> 0-dim loss`. By default the model is called with the batch (mappings as
+            keywords, lists and tuples as arguments) and returns the loss, or an object with `.loss`.
+        count_tokens: `batch -> int`, for the records. By default the elements of the batch's first tensor
+            of integers, else the length of its first tensor.
+        accumulate: Micro-batches per step, taken from `data` one by one.
+        hooks: Called on every rank: `after_step(trainer, record)` and `after_publish(trainer, path)` where
+            a hook has them; a hook that has neither is called after each step.
+        metrics_path: The file of records; `metrics.jsonl` in the store's root by default. Written by rank 0.
+        progress_bar: Whether rank 0 shows one, on a terminal.
+
+    Attributes:
+        progress: The run's `Progress`.
+        data: The `DataStream` over the given data.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        store: CheckpointStore,
+        data: Iterable[Any],
+        *,
+        total_steps: int,
+        save_every: int,
+        resume: LoadCheckpointConfig | None = None,
+        policy: LoadPolicy | None = None,
+        loss_fn: LossFn | None = None,
+        count_tokens: Callable[[Any], int] | None = None,
+        accumulate: int = 1,
+        hooks: Sequence[Any] = (),
+        metrics_path: Path | None = None,
+        progress_bar: bool = True,
+    ) -> None:
+        for name, value in (
+            ("total_steps", total_steps),
+            ("save_every", save_every),
+            ("accumulate", accumulate),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; it is {value}")
+        self.engine = engine
+        self.store = store
+        self.total_steps = total_steps
+        self.save_every = save_every
+        self.accumulate = accumulate
+        self.hooks = tuple(hooks)
+        self.metrics = MetricsLog(metrics_path or store.root / "metrics.jsonl")
+        self.data = DataStream(data)
+        self.progress = Progress()
+        self._start_from = resume or LoadCheckpointConfig()
+        self._policy = policy or LoadPolicy()
+        self._loss_fn = loss_fn or call_model
+        self._count_tokens = count_tokens or count_tokens_of
+        self._progress_bar = progress_bar and engine.ranks.is_coordinator
+        _add_parts(engine.parts, {"data": self.data, "progress": self.progress, "rng": RngState()})
+
+    def run(self) -> bool:
+        """Resumes where there is something to resume from, and trains on.
+
+        SIGTERM on any rank ends the run early on all of them: they agree on the step, finish it and publish
+        its checkpoint. The signal's previous handler is put back at the end. (`torchrun`, when it was told to
+        end, returns 1 whatever its workers return.)
+
+        Returns:
+            True when `total_steps` is reached; False when a signal ended the run early.
+        """
+        with sigterm() as asked, progress_bar(self._progress_bar, self.total_steps) as show:
+            self._resume()
+            stopped = False
+            while self.progress.step < self.total_steps and not stopped:
+                record, stopped = self._step(asked)
+                self._call_hooks("after_step", record)
+                show(record)
+                if stopped or record.step % self.save_every == 0 or record.step == self.total_steps:
+                    self._save()
+        if stopped:
+            self._say("SIGTERM: step %d is saved; the run ends here", self.progress.step)
+        return not stopped
+
+    def _resume(self) -> None:
+        own = self.store.resume(self.engine, policy=self._policy)
+        if own is not None:
+            self._say("resumed from %s", own.path)
+        elif self._start_from.checkpoint_path is not None:
+            self._start_elsewhere(self._start_from.checkpoint_path)
+        ranks, step = self.engine.ranks, self.progress.step
+        ranks.on_coordinator("preparing the metrics", lambda: self.metrics.rewind(step))
+        if step >= self.total_steps:
+            self._say("nothing to do: step %d of %d is done", step, self.total_steps)
+
+    def _start_elsewhere(self, path: Path) -> None:
+        config = self._start_from
+        schedule = _schedule(self.engine)
+        self.engine.load_dcp(
+            path,
+            load_states=config.load_optimizer_states,
+            load_args=config.load_optimizer_args,
+            policy=replace(self._policy, skip_parts=self._policy.skip_parts | config.skip_parts),
+        )
+        if not config.load_scheduler and self.engine.scheduler is not None:
+            _put_back(self.engine, schedule)
+        self._say("; ".join([f"started from {path}", *config.clean_starts(self.total_steps)]))
+
+    def _step(self, asked: threading.Event) -> tuple[StepRecord, bool]:
+        """One step on every rank; also whether any rank was asked to stop, agreed by all."""
+        began = time.perf_counter()
+        batches = self.data.take(self.accumulate)
+        lr = _learning_rates(self.engine)
+        loss = self.engine.train_step(batches, self._loss_fn)
+        norm = self.engine.clip_grad_norm()
+        stepped = self.engine.step_optimizer(norm)
+        if self.engine.scheduler is not None:
+            self.engine.scheduler.step()
+        tokens = sum(map(self._count_tokens, batches))
+        everyone = self.engine.ranks.gather((loss, tokens, asked.is_set()))
+        self.progress.step += 1
+        self.progress.tokens += sum(tokens for _, tokens, _ in everyone)
+        self.progress.skipped += not stepped
+        record = StepRecord(
+            step=self.progress.step,
+            # Added one by one: from Python 3.12 on, sum() compensates, and the bits would depend on the
+            # version.
+            loss=reduce(operator.add, (loss for loss, _, _ in everyone)) / len(everyone),
+            grad_norm=float(norm),
+            lr=lr,
+            tokens=self.progress.tokens,
+            seconds=time.perf_counter() - began,
+            skipped=not stepped,
+        )
+        if self.engine.ranks.is_coordinator:
+            self.metrics.append(record)
+        return record, any(stop for _, _, stop in everyone)
+
+    def _save(self) -> None:
+        # A published checkpoint promises every record up to its step.
+        self.engine.ranks.on_coordinator("syncing the metrics", self.metrics.make_durable)
+        path = self.store.save(self.engine, self.progress.step)
+        self._call_hooks("after_publish", path)
+
+    def _call_hooks(self, name: str, what: StepRecord | Path) -> None:
+        for hook in self.hooks:
+            method = getattr(hook, name, None)
+            if method is not None:
+                method(self, what)
+            elif name == "after_step" and not hasattr(hook, "after_publish"):
+                hook(self, what)
+
+    def _say(self, text: str, *values: object) -> None:
+        if self.engine.ranks.is_coordinator:
+            _log.info(text, *values)
+
+
+def _add_parts(parts: MutableMapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Adds the trainer's parts, `rng` last: restoring another part may draw from the streams."""
+    for name, part in own.items():
+        if name in parts and not isinstance(parts[name], type(part)):
+            raise ValueError(f"the part name {name!r} is the trainer's own; give the engine's another name")
+    for name, part in own.items():
+        parts.pop(name, None)
+        parts[name] = part
+
+
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
+
+
+def _groups(engine: TrainEngine) -> list[dict[str, Any]]:
+    """All param groups, optimizer after optimizer; asked anew each time, as a stock optimizer replaces
+    them."""
+    return [group for optimizer in engine.optimizers.values() for group in optimizer.param_groups]
+
+
+def _learning_rates(engine: TrainEngine) -> list[float]:
+    return [float(group["lr"]) for group in _groups(engine) if "lr" in group]
+
+
+def _schedule(engine: TrainEngine) -> list[dict[str, Any]]:
+    """What the scheduler has written into each group."""
+    return [
+        {key: copy.deepcopy(group[key]) for key in _SCHEDULED if key in group} for group in _groups(engine)
+    ]
+
+
+def _put_back(engine: TrainEngine, schedule: list[dict[str, Any]]) -> None:
+    for group, values in zip(_groups(engine), schedule, strict=True):
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and isinstance(group[key], torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value

@@ -1,0 +1,56 @@
+"""A stand-in for a training run, without torch: a launcher and a worker in a session of its own.
+
+    stand_in_training.py DIRECTORY STEPS SAVE_EVERY FAULT [worker]
+
+It keeps one number, saves as the store does, and goes on from its newest checkpoint. The fault is `none`, or:
+`forgets` something at a resume, `never saves`, `fails` at step 3, writes quickly up to step 8 (`quick`).
+"""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def save(root: Path, step: int, seconds: float) -> None:
+    partial = root / f"step-{step:08d}.partial-x"
+    partial.mkdir()
+    time.sleep(seconds)
+    partial.rename(root / f"step-{step:08d}")
+
+
+def resume(root: Path) -> tuple[int, list[str]]:
+    names = [path.name for path in root.iterdir()]
+    for name in names:
+        if ".partial-" in name:
+            (root / name).rmdir()
+    step = max((int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name)), default=0)
+    lines = (root / "metrics.jsonl").read_text().splitlines() if step else []
+    return step, [line for line in lines if json.loads(line)["step"] <= step]
+
+
+def train(root: Path, steps: int, save_every: int, fault: str) -> None:
+    step, lines = resume(root)
+    forgot = fault == "forgets" and step > 0
+    while step < steps:
+        step += 1
+        loss = 1 / (step + forgot)
+        lines.append(json.dumps({"step": step, "loss": loss, "grad_norm": 1.0, "lr": [0.1], "tokens": step}))
+        (root / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        time.sleep(0.15 if fault == "quick" else 0.03)
+        if fault == "fails" and step == 3:
+            sys.exit("something went wrong")
+        if step % save_every == 0 and fault != "never saves":
+            save(root, step, seconds=0.1 if fault == "quick" and step <= 8 else 0.3)
+    names = ("model.w", "optimizer.state.w.exp_avg", "optimizer.state.w.step", "rng.rank_0")
+    leaves = {**dict.fromkeys(names, "00"), "data.rank_0": "02" if forgot else "01"}
+    (root / "fingerprint.json").write_text(json.dumps({"total": "00", "leaves": leaves}))
+
+
+if __name__ == "__main__":
+    if sys.argv[-1] == "worker":
+        train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    else:
+        sys.exit(subprocess.Popen([sys.executable, *sys.argv, "worker"], start_new_session=True).wait())

@@ -1,0 +1,149 @@
+"""The training step: accumulation, the norm, skipped steps, moving state."""
+
+import pytest
+import torch
+from torch import nn
+
+from orlop import SwapAdamW
+from orlop.engine import TrainEngine
+from orlop.errors import RankFailed, StateNotReady
+
+
+def make(optimizer_class=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    return TrainEngine(model, optimizer_class(model.parameters(), lr=1e-2), **options)
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+BATCH = torch.arange(12.0).reshape(4, 3) / 10
+
+
+def test_accumulated_gradients_are_those_of_the_mean_loss():
+    whole, parts = make(), make()
+    loss = whole.train_step([BATCH], loss_fn)
+    mean = parts.train_step(iter([BATCH[:2], BATCH[2:]]), loss_fn)
+    assert mean == pytest.approx(loss, rel=1e-6)
+    assert isinstance(mean, float)
+    for one, other in zip(whole.model.parameters(), parts.model.parameters()):
+        torch.testing.assert_close(one.grad, other.grad)
+    with pytest.raises(ValueError, match="at least one batch"):
+        parts.train_step([], loss_fn)
+
+
+def test_the_norm_and_the_clipped_gradients_are_torchs():
+    ours, theirs = make(max_grad_norm=0.01), make()
+    for engine in (ours, theirs):
+        engine.train_step([BATCH], loss_fn)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.model.parameters(), 0.01)
+    norm = ours.clip_grad_norm()
+    assert (norm.dtype, norm.ndim, norm.device.type) == (torch.float32, 0, "cpu")
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    for one, other in zip(ours.model.parameters(), theirs.model.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=0)
+
+
+def test_measuring_alone_changes_no_gradient():
+    engine = make()
+    engine.train_step([BATCH], loss_fn)
+    before = [param.grad.clone() for param in engine.model.parameters()]
+    engine.clip_grad_norm()
+    assert all(torch.equal(a, b.grad) for a, b in zip(before, engine.model.parameters()))
+    for param in engine.model.parameters():
+        param.grad = None
+    assert engine.clip_grad_norm() == 0
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, SwapAdamW])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 6.0])
+def test_a_bad_norm_skips_the_step_and_drops_the_gradients(optimizer_class, bad):
+    engine = make(optimizer_class, skip_grad_norm_threshold=5.0, max_grad_norm=1.0)
+    engine.train_step([BATCH], loss_fn)
+    assert engine.step_optimizer(engine.clip_grad_norm())
+    (optimizer,) = engine.optimizers.values()
+    weights = [param.clone() for param in engine.model.parameters()]
+    moments = [v.clone() for state in optimizer.state.values() for v in state.values()]
+    engine.train_step([BATCH], loss_fn)
+    next(engine.model.parameters()).grad.view(-1)[0] = bad
+    norm = engine.clip_grad_norm()
+    assert not engine.step_optimizer(norm)
+    assert all(param.grad is None for param in engine.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(weights, engine.model.parameters()))
+    after = [v for state in optimizer.state.values() for v in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after))
+
+
+def test_a_half_loaded_engine_refuses_to_step_and_keeps_the_gradients():
+    engine = make(SwapAdamW)
+    engine.train_step([BATCH], loss_fn)
+    engine.invalidate("a load failed half-way")
+    with pytest.raises(StateNotReady, match="a load failed half-way"):
+        engine.step_optimizer(1.0)
+    assert all(param.grad is not None for param in engine.model.parameters())
+    with pytest.raises(StateNotReady):
+        engine.optimizers["optimizer"].step()
+
+
+def test_stock_state_moves_and_its_counters_stay():
+    engine = make()
+    assert not engine.put_optimizer_to_device("meta")
+    engine.train_step([BATCH], loss_fn)
+    assert engine.step_optimizer(1.0)
+    assert engine.put_optimizer_to_device("meta")
+    (optimizer,) = engine.optimizers.values()
+    for state in optimizer.state.values():
+        assert {key: value.device.type for key, value in state.items()} == {
+            "step": "cpu",
+            "exp_avg": "meta",
+            "exp_avg_sq": "meta",
+        }
+    assert not engine.put_optimizer_to_device("meta")
+    assert not make(SwapAdamW).put_optimizer_to_device("meta")
+
+
+def test_a_model_that_is_there_does_not_move():
+    assert not make().put_model_to_device("cpu")
+
+
+def test_several_optimizers_are_saved_and_loaded_by_name(tmp_path):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        return TrainEngine(
+            model,
+            {
+                "adam": torch.optim.AdamW(model[0].parameters(), lr=seed + 1e-2),
+                "sgd": SwapAdamW(model[1].parameters(), lr=seed + 1e-3),
+            },
+        )
+
+    first, second = build(0), build(1)
+    first.train_step([BATCH], loss_fn)
+    assert first.step_optimizer(first.clip_grad_norm())
+    first.save_dcp(tmp_path / "x")
+    second.load_dcp(tmp_path / "x")
+    for name in ("adam", "sgd"):
+        one, other = first.optimizers[name], second.optimizers[name]
+        assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+        for a, b in zip(one.state.values(), other.state.values()):
+            assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_names_that_are_taken_are_refused():
+    with pytest.raises(RankFailed, match="model"):
+        make(parts={"model": object()})
+
+
+def test_b13_a_grad_scaler_is_a_part_like_any_other(tmp_path):
+    first = make(parts={"scaler": torch.amp.GradScaler("cpu", init_scale=16.0)})
+    scaler = first.parts["scaler"]
+    scaler.scale(torch.ones(()))
+    scaler.update(8.0)
+    first.save_dcp(tmp_path / "x")
+    second = make(parts={"scaler": torch.amp.GradScaler("cpu")})
+    second.load_dcp(tmp_path / "x")
+    assert second.parts["scaler"].state_dict() == scaler.state_dict()
+    assert second.parts["scaler"].get_scale() == 8.0
