@@ -45,6 +45,7 @@ def step_both(rank, name, kwargs, dtype, window_bytes):
         for optimizer, mine in ((swapped, params), (stock, others)):
             give_gradients(mine, number)
             optimizer.step()
+    swapped.synchronize()
     for param, other in zip(params, others):
         assert torch.equal(param.to_local(), other.to_local())
         for key, value in stock.state[other].items():

@@ -14,7 +14,7 @@ loads = st.lists(
         Load,
         num_elements=st.integers(0, 5000),
         element_bytes=st.integers(0, 24),
-        fixed_bytes=st.integers(0, 16),
+        fixed_bytes=st.integers(0, 400),
         divisible=st.booleans(),
     ),
     max_size=30,

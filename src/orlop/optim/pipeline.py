@@ -2,13 +2,18 @@
 home.
 
 Owns: the order of lending, stepping and taking home, and what an exception in the middle means. Must not
-know: which class it is, how a link copies, where checkpoints are."""
+know: which class it is, how a link copies, where checkpoints are.
+
+Where the device is the host, the class steps on the arena itself. Elsewhere a `Tour` leads the windows
+through the link's
+slots: while one window computes, the next ones travel up and the last ones down.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +22,7 @@ from torch.optim import Optimizer
 
 from orlop import compat
 from orlop.errors import OptimizerRefused
-from orlop.optim.link import Cargo, Link
+from orlop.optim.link import LINE_BYTES, Cargo, Link
 from orlop.optim.proof import Method
 from orlop.optim.resident import Resident, Residents
 from orlop.optim.stepping import Group, changed_values, group_with, stand_in, step_on
@@ -27,95 +32,71 @@ Step = Callable[[Optimizer], Any]
 
 
 class TornStep(Exception):
-    """An update failed after other windows had been updated; `__cause__` is the class's own error."""
+    """An update failed after other windows had been updated; `__cause__` is the first error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """One device's share of a step.
+    """What does not change from window to window.
 
     Attributes:
         optimizer: The live optimizer.
         step: The class's own step.
         residents: Where its state lives.
-        active: Those on this device that have a gradient, in the order of the groups.
-        link: The path to the device.
         method: How much the class may be shown at once.
-        in_place: The class was proven to keep its tensors. Whether it did is then looked at when the state is read, not in
-            every step: until then `state` shows what the class itself goes on with, in the arena or not.
-        window_bytes: The cap; ignored for `Method.WHOLE`.
+        in_place: The class was proven to keep its tensors. Whether it did is then looked at when the state is
+            read, not in every step: until then `state` shows what the class itself goes on with.
+        window_bytes: The most device memory for all slots together; ignored for `Method.WHOLE`.
     """
 
     optimizer: Optimizer
     step: Step
     residents: Residents
-    active: Sequence[Resident]
-    link: Link
     method: Method
     in_place: bool
     window_bytes: int
 
 
-def cross(crossing: Crossing) -> None:
-    """Step everything that is active.
-
-    Raises:
-        TornStep: Some windows are new and some are old.
-    """
-    missing = False in [resident.shown for resident in crossing.active]
-    if not crossing.link.copies and not missing:
-        _step_in_place(crossing)
-    else:
-        # Also where the device is the host and state has yet to appear: window by window, what the class
-        # allocates for it is bounded, instead of all moments twice.
-        _step_windows(crossing)
-
-
 # -- the device is the host: no copies -------------------------------------------------------------------------------
 
 
-def _step_in_place(crossing: Crossing) -> None:
-    """One call on the arena itself."""
-    optimizer = crossing.optimizer
-    if any(r.on_local for r in crossing.active):
-        groups, lent, twins = _lend_all(crossing)
-        before = optimizer.param_groups
-        step_on(optimizer, crossing.step, groups, lent)
-        for resident, twin in twins:
-            twin.grad = None
-            bring_home(crossing.residents, resident, lent.get(twin, {}), resident.leaves)
-        for live, group in zip(before, groups):
-            live.update(changed_values(live, group))
+def step_in_place(crossing: Crossing, active: Sequence[Resident]) -> None:
+    """One call of the class's step, on the arena itself."""
+    if any(resident.on_local for resident in active):
+        _step_on_parts(crossing, active)
         return
+    optimizer = crossing.optimizer
     num_entries = len(optimizer.state)
     with torch.no_grad():
         crossing.step(optimizer)
     if not crossing.in_place or len(optimizer.state) != num_entries:
-        for resident in crossing.active:
-            bring_home(
-                crossing.residents, resident, optimizer.state.get(resident.param, {}), resident.canonical
-            )
+        for resident in active:
+            shown = optimizer.state.get(resident.param, {})
+            bring_home(crossing.residents, resident, shown, resident.canonical)
 
 
-def _lend_all(crossing: Crossing) -> tuple[list[Group], defaultdict[Any, Any], list[tuple[Resident, Tensor]]]:
-    """Groups of stand-ins over this rank's parts, with the arena's leaves as their state."""
+def _step_on_parts(crossing: Crossing, active: Sequence[Resident]) -> None:
+    """On this rank's parts of DTensors, with the arena's leaves as their state."""
+    optimizer = crossing.optimizer
     lent: defaultdict[Any, Any] = defaultdict(dict)
-    twins: list[tuple[Resident, Tensor]] = []
-    local_of: dict[Tensor, Tensor] = {}
-    for resident in crossing.active:
-        twin = resident.local()
+    twin_of: dict[Tensor, Tensor] = {}
+    for resident in active:
+        twin = twin_of[resident.param] = resident.local()
         if resident.on_local:
             twin.grad = resident.gradient()
-        shown = crossing.optimizer.state.get(resident.param, {})
+        shown = optimizer.state.get(resident.param, {})
         if shown:
             lent[twin] = {key: resident.leaves.get(key, value) for key, value in shown.items()}
-        twins.append((resident, twin))
-        local_of[resident.param] = twin
-    groups = [
-        group_with(group, [local_of.get(p, p) for p in group["params"]])
-        for group in crossing.optimizer.param_groups
-    ]
-    return groups, lent, twins
+    live = optimizer.param_groups
+    groups = [group_with(group, [twin_of.get(p, p) for p in group["params"]]) for group in live]
+    step_on(optimizer, crossing.step, groups, lent)
+    for resident in active:
+        twin = twin_of[resident.param]
+        if resident.on_local:
+            twin.grad = None
+        bring_home(crossing.residents, resident, lent.get(twin, {}), resident.leaves)
+    for group, stepped in zip(live, groups):
+        group.update(changed_values(group, stepped))
 
 
 def bring_home(
@@ -127,113 +108,204 @@ def bring_home(
         for key in foreign:
             if isinstance(after[key], Tensor):
                 residents.take_leaf(resident, key, after[key])
-        numbers = {key: value for key, value in after.items() if not isinstance(value, Tensor)}
-        residents.show(resident, numbers, order=list(after))
+        residents.show(resident, _numbers(after), order=list(after))
 
 
 # -- window by window ------------------------------------------------------------------------------------------------
 
 
-def _step_windows(crossing: Crossing) -> None:
-    """Plan, then for each window: up, step, home. Groups are as they were before the step for every
-    window."""
-    before = [dict(group) for group in crossing.optimizer.param_groups]
-    changes: list[Group] = [{} for _ in before]
-    cap = None if crossing.method is Method.WHOLE else crossing.window_bytes
-    windows = plan_windows([_load(r, crossing.method) for r in crossing.active], cap)
-    for number, window in enumerate(windows):
+@dataclass(slots=True)
+class _Aboard:
+    """One window's cargo, and the state of each piece as the class will see it."""
+
+    cargo: Cargo
+    states: list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Tour:
+    """The windows of one step over one link, and how far they have come.
+
+    Groups are as they were before the step for every window; what the class changes in them is collected, and
+    written back by the caller once all windows are through: a counter in a group counts once.
+
+    Attributes:
+        crossing: What does not change from window to window.
+        link: The path to the device.
+        riders: The residents whose state travels, in the order of travel: the last parameters first, whose
+            gradients are there first.
+        windows: The plan.
+    """
+
+    crossing: Crossing
+    link: Link
+    riders: list[Resident]
+    windows: tuple[Window, ...] = ()
+    before: list[Group] = field(default_factory=list)
+    changes: list[Group] = field(default_factory=list)
+    stepped: int = 0
+    _aboard: dict[int, _Aboard] = field(default_factory=dict)
+
+    @classmethod
+    def plan(cls, crossing: Crossing, link: Link, active: Sequence[Resident]) -> Tour:
+        """Pack the residents' state into windows that fit into the link's slots."""
+        riders = list(reversed(active))
+        cap = None if crossing.method is Method.WHOLE else crossing.window_bytes // link.num_slots
+        loads = [_load(resident, crossing.method) for resident in riders]
+        return cls(crossing, link, riders, plan_windows(loads, cap))
+
+    def send_ahead(self) -> None:
+        """Start the first windows on their way up, one less than there are slots."""
+        for number in range(min(max(1, self.link.num_slots - 1), len(self.windows))):
+            if number not in self._aboard:
+                self._bring_up(number)
+
+    def turn_back(self) -> None:
+        """Give up the windows that are on board: their state at home is the valid one."""
+        for aboard in self._aboard.values():
+            self.link.release(aboard.cargo)
+        self._aboard.clear()
+
+    def run(self, before: list[Group], changes: list[Group]) -> None:
+        """Step all windows that have not been stepped.
+
+        Raises:
+            TornStep: Some windows are new and some are old.
+        """
+        self.before, self.changes = before, changes
+        while self.stepped < len(self.windows):
+            self.step_next()
+
+    def step_next(self) -> None:
+        """Step the next window; the one that its slot had before it is home, or will be before it is
+        overwritten."""
+        number = self.stepped
         try:
-            _step_window(crossing, window, before, changes, first=number == 0)
+            if number not in self._aboard:
+                self._bring_up(number)
+            ahead = number + 1
+            if self.link.num_slots > 1 and ahead < len(self.windows) and ahead not in self._aboard:
+                self._bring_up(ahead)
+            self._step_window(number)
         except Exception as error:
+            self.turn_back()
             if number == 0:
                 raise
             raise TornStep(
-                f"window {number + 1} of {len(windows)} failed; {number} had been stepped"
+                f"window {number + 1} of {len(self.windows)} failed; the {number} before it are new, it and the rest "
+                "are old"
             ) from error
-    for live, change in zip(crossing.optimizer.param_groups, changes):
-        live.update(change)
+        self.stepped += 1
+
+    def _bring_up(self, number: int) -> None:
+        hosts: list[Tensor] = []
+        states: list[dict[str, Any]] = []
+        travelling: list[tuple[dict[str, Any], str, Resident]] = []
+        for piece in self.windows[number].pieces:
+            resident = self.riders[piece.index]
+            state: dict[str, Any] = dict(self.crossing.optimizer.state.get(resident.param, {}))
+            for key in [key for key in state if key in resident.leaves]:
+                leaf, spec = resident.leaves[key], resident.specs[key]
+                if spec.on_device and self.link.copies:
+                    hosts.append(_part(leaf, piece) if spec.elementwise else leaf)
+                    travelling.append((state, key, resident))
+                elif spec.elementwise:
+                    state[key] = _shown(resident, key, _part(leaf, piece))
+                else:
+                    # Every piece of a cut parameter must see the scalar as it was before the step.
+                    state[key] = leaf if piece.whole else leaf.clone()
+            states.append(state)
+        cargo = self.link.bring_up(number, number % self.link.num_slots, hosts)
+        for (state, key, resident), device in zip(travelling, cargo.lent):
+            state[key] = _shown(resident, key, device)
+        self._aboard[number] = _Aboard(cargo, states)
+
+    def _step_window(self, number: int) -> None:
+        aboard = self._aboard[number]
+        pieces = self.windows[number].pieces
+        twins = [_twin(self.riders[piece.index], piece) for piece in pieces]
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        state.update(
+            {key: v for key, v in self.crossing.optimizer.state.items() if not isinstance(key, Tensor)}
+        )
+        state.update({twin: shown for twin, shown in zip(twins, aboard.states) if shown})
+        groups = self._groups(number, pieces, twins)
+        with self.link.computing(aboard.cargo):
+            step_on(self.crossing.optimizer, self.crossing.step, [group for _, group in groups], state)
+        for index, group in groups:
+            self.changes[index].update(changed_values(self.before[index], group))
+        for key, value in state.items():
+            if not isinstance(key, Tensor):
+                self.crossing.optimizer.state[key] = value
+        del self._aboard[number]
+        self._take_home(aboard.cargo, pieces, twins, state)
+
+    def _groups(
+        self, number: int, pieces: Sequence[Piece], twins: Sequence[Tensor]
+    ) -> list[tuple[int, Group]]:
+        """The groups that this window is shown, with their indices."""
+        twins_of: dict[Tensor, list[Tensor]] = defaultdict(list)
+        for piece, twin in zip(pieces, twins):
+            twins_of[self.riders[piece.index].param].append(twin)
+        riding = {resident.param for resident in self.riders}
+        shown: list[tuple[int, Group]] = []
+        for index, group in enumerate(self.before):
+            mine = [twin for p in group["params"] for twin in twins_of.get(p, ())]
+            # A group of which nothing rides is shown once, with its idle parameters: the class may count in
+            # it.
+            if not mine and number == 0 and not any(p in riding for p in group["params"]):
+                mine = list(group["params"])
+            if mine:
+                shown.append((index, group_with(group, mine)))
+        return shown
+
+    def _take_home(
+        self, cargo: Cargo, pieces: Sequence[Piece], twins: Sequence[Tensor], state: defaultdict[Any, Any]
+    ) -> None:
+        """Everything that the class changed, made or replaced goes into the arena; scalars with the last
+        piece."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for piece, twin in zip(pieces, twins):
+            resident = self.riders[piece.index]
+            after = dict(state.get(twin, {}))
+            if twin is not resident.param:
+                twin.grad = None
+            for key, value in after.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if key not in resident.leaves:
+                    _require_whole(resident, piece, key)
+                    self.crossing.residents.take_leaf(resident, key, value)
+                    continue
+                elementwise = resident.specs[key].elementwise
+                if elementwise or piece.last:
+                    leaf = resident.leaves[key]
+                    target = _part(leaf, piece) if elementwise else leaf
+                    local = compat.local_tensor(value)
+                    if local.data_ptr() != target.data_ptr():
+                        pairs.append((local, target))
+            if piece.last and after:
+                # What is shown are the arena's own leaves: whoever reads them waits for them to be home.
+                self.crossing.residents.show(resident, _numbers(after), order=list(after))
+        self.link.take_home(cargo, pairs)
 
 
 def _load(resident: Resident, method: Method) -> Load:
     local = compat.local_tensor(resident.param)
     elementwise = [spec for spec in resident.specs.values() if spec.elementwise]
-    others = [spec for spec in resident.specs.values() if not spec.elementwise]
+    others = [spec for spec in resident.specs.values() if not spec.elementwise and spec.on_device]
     dense = local.is_contiguous() and all(leaf.is_contiguous() for leaf in resident.leaves.values())
     return Load(
         num_elements=local.numel(),
         element_bytes=sum(spec.dtype.itemsize for spec in elementwise),
-        fixed_bytes=sum(spec.nbytes for spec in others),
+        # Each tensor starts on a cache line of its slot: the cap holds with what that may cost.
+        fixed_bytes=sum(spec.nbytes for spec in others) + (len(elementwise) + len(others)) * LINE_BYTES,
         divisible=method is Method.SLICED and dense,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Lent:
-    """One piece as the class sees it."""
-
-    piece: Piece
-    resident: Resident
-    twin: Tensor
-    state: dict[str, Any]
-
-
-def _step_window(
-    crossing: Crossing, window: Window, before: Sequence[Group], changes: Sequence[Group], *, first: bool
-) -> None:
-    cargo, lent = _bring_up(crossing, window)
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    twins_of: dict[Tensor, list[Tensor]] = defaultdict(list)
-    for item in lent:
-        if item.state:
-            state[item.twin] = item.state
-        twins_of[item.resident.param].append(item.twin)
-    shared = {key: value for key, value in crossing.optimizer.state.items() if not isinstance(key, Tensor)}
-    state.update(shared)
-    active = {resident.param for resident in crossing.active}
-    groups: list[tuple[int, Group]] = []
-    for index, group in enumerate(before):
-        twins = [twin for p in group["params"] for twin in twins_of.get(p, ())]
-        # A group in which nothing is active is shown once, with its idle parameters: the class may count
-        # steps in it.
-        idle = first and not any(p in active for p in group["params"])
-        if twins or idle:
-            groups.append((index, group_with(group, twins if twins else list(group["params"]))))
-    step_on(crossing.optimizer, crossing.step, [group for _, group in groups], state)
-    for index, group in groups:
-        changes[index].update(changed_values(before[index], group))
-    for key, value in state.items():
-        if not isinstance(key, Tensor):
-            crossing.optimizer.state[key] = value
-    _take_home(crossing, cargo, lent, state)
-
-
-def _bring_up(crossing: Crossing, window: Window) -> tuple[Cargo, list[_Lent]]:
-    """Send the window's leaves up and give each piece a stand-in; scalars of a cut parameter are lent as
-    copies."""
-    hosts: list[Tensor] = []
-    lent: list[_Lent] = []
-    travelling: list[tuple[dict[str, Any], str, Resident]] = []
-    for piece in window.pieces:
-        resident = crossing.active[piece.index]
-        state: dict[str, Any] = dict(crossing.optimizer.state.get(resident.param, {}))
-        for key in list(state):
-            leaf = resident.leaves.get(key)
-            if leaf is None:
-                continue
-            spec = resident.specs[key]
-            if spec.on_device and crossing.link.copies:
-                hosts.append(_part(leaf, piece) if spec.elementwise else leaf)
-                travelling.append((state, key, resident))
-            elif spec.elementwise:
-                state[key] = _shown(resident, key, _part(leaf, piece))
-            else:
-                state[key] = leaf if piece.whole else leaf.clone()
-        lent.append(_Lent(piece, resident, _twin(resident, piece), state))
-    cargo = crossing.link.bring_up(hosts)
-    for (state, key, resident), device in zip(travelling, cargo.lent):
-        state[key] = _shown(resident, key, device)
-    cargo.wait_arrived()
-    return cargo, lent
+def _numbers(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
 
 
 def _shown(resident: Resident, key: str, tensor: Tensor) -> Tensor:
@@ -259,44 +331,12 @@ def _twin(resident: Resident, piece: Piece) -> Tensor:
     return stand_in(flat, None if grad is None else grad.reshape(-1)[piece.start : piece.stop])
 
 
-def _take_home(crossing: Crossing, cargo: Cargo, lent: Sequence[_Lent], state: defaultdict[Any, Any]) -> None:
-    """Everything that the class changed, made or replaced goes into the arena; scalars with the last piece
-    only."""
-    pairs: list[tuple[Tensor, Tensor]] = []
-    arrived: list[tuple[Resident, dict[str, Any]]] = []
-    for item in lent:
-        after = dict(state.get(item.twin, {}))
-        if item.twin is not item.resident.param:
-            item.twin.grad = None
-        for key, value in after.items():
-            if not isinstance(value, Tensor):
-                continue
-            if key not in item.resident.leaves:
-                _require_whole(item, key)
-                crossing.residents.take_leaf(item.resident, key, value)
-                continue
-            leaf = item.resident.leaves[key]
-            elementwise = item.resident.specs[key].elementwise
-            if elementwise or item.piece.last:
-                target = _part(leaf, item.piece) if elementwise else leaf
-                local = compat.local_tensor(value)
-                if local.data_ptr() != target.data_ptr() or local.numel() == 0:
-                    pairs.append((local, target))
-        if item.piece.last and after:
-            arrived.append((item.resident, after))
-    crossing.link.take_home(cargo, pairs)
-    crossing.link.finish()
-    for resident, after in arrived:
-        numbers = {key: value for key, value in after.items() if not isinstance(value, Tensor)}
-        crossing.residents.show(resident, numbers, order=list(after))
-
-
-def _require_whole(item: _Lent, key: str) -> None:
-    if not item.piece.whole:
+def _require_whole(resident: Resident, piece: Piece, key: str) -> None:
+    if not piece.whole:
         raise OptimizerRefused(
             "the class made state that it did not make when it was probed, on a part of a parameter",
-            where=f"parameter {item.resident.name}, key {key!r}",
-            expected=f"one of {sorted(item.resident.leaves)}",
+            where=f"parameter {resident.name}, key {key!r}",
+            expected=f"one of {sorted(resident.leaves)}",
             found=repr(key),
             todo="set the option that adds this state when the optimizer is constructed",
         )

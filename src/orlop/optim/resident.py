@@ -119,6 +119,10 @@ class Residents:
     def __getitem__(self, param: Tensor) -> Resident:
         return self._of[param]
 
+    def get(self, param: Tensor) -> Resident | None:
+        """The parameter's resident; None for one that has no place yet (frozen)."""
+        return self._of.get(param)
+
     @property
     def state_bytes(self) -> int:
         """Bytes of all leaves."""
@@ -131,8 +135,8 @@ class Residents:
         Raises:
             HostMemoryError: The host can't give the block; nobody was admitted.
         """
-        # Key by key, as kernels go through them: all first moments, then all second ones. Parameter by parameter, a step
-        # on small parameters is some 8 % slower.
+        # Key by key, as kernels go through them: all first moments, then all second ones. Parameter by
+        # parameter, a step on small parameters is some 8 % slower.
         wanted = [(r, key, spec) for r in newcomers for key, spec in r.specs.items() if not spec.number]
         wanted.sort(key=lambda each: each[1])
         leaves = self.arena.grow([spec for _, _, spec in wanted])

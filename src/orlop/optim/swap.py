@@ -69,6 +69,7 @@ class SwapAdamW(Swapped, torch.optim.AdamW):
         differentiable: Refused when True.
         fused: See `torch.optim.AdamW`.
         window_bytes: The most device memory that state may take during `step`.
+        step_in_backward: Step during the backward pass; see `Swapped`.
     """
 
     swapped_class = torch.optim.AdamW
@@ -88,6 +89,7 @@ class SwapAdamW(Swapped, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         window_bytes: int = WINDOW_BYTES,
+        step_in_backward: bool | int = False,
     ) -> None:
         super().__init__(
             params,
@@ -102,6 +104,7 @@ class SwapAdamW(Swapped, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
             window_bytes=window_bytes,
+            step_in_backward=step_in_backward,
         )
 
 

@@ -16,16 +16,18 @@ from torch.optim import Optimizer
 from orlop import compat
 from orlop.errors import OptimizerRefused, ParameterReplaced, StateNotReady
 from orlop.optim.adopt import apply_adoption, plan_adoption, replay_post_hooks, replay_pre_hooks
-from orlop.optim.link import Link, link_for
-from orlop.optim.pipeline import Crossing, TornStep, bring_home, cross
+from orlop.optim.backward import BackwardSteps
+from orlop.optim.link import Link
+from orlop.optim.pipeline import bring_home
 from orlop.optim.probe import probe_state
 from orlop.optim.proof import Method, Proof, prove, require_sharded
 from orlop.optim.resident import Resident, Residents, require_steppable
+from orlop.optim.stepper import Stepper, require_one_call
 from orlop.optim.stepping import Group, StateMap
+from orlop.optim.timeline import Span, busy_seconds, wall_seconds
 from orlop.optim.toys import Subject
 
 WINDOW_BYTES = 256 * 2**20
-_HOST = torch.device("cpu")
 
 
 class Swapped(Optimizer):
@@ -39,6 +41,10 @@ class Swapped(Optimizer):
         *args: As for the class that was swapped.
         window_bytes: The most device memory that state may take during `step`. A parameter whose class can't
             be cut may need more.
+        step_in_backward: Step each window during the backward pass, once all of its gradients are there, and
+            free them; a number says how many backward passes add up to a step. `step` then only finishes.
+            Gradients are gone before their norm is known: clipping and skipping by the norm are refused with
+            it.
         **kwargs: As for the class that was swapped.
 
     Raises:
@@ -48,12 +54,22 @@ class Swapped(Optimizer):
 
     swapped_class: type[Optimizer]
 
-    def __init__(self, params: Any, *args: Any, window_bytes: int = WINDOW_BYTES, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        window_bytes: int = WINDOW_BYTES,
+        step_in_backward: bool | int = False,
+        **kwargs: Any,
+    ) -> None:
         if window_bytes <= 0:
             raise ValueError(f"window_bytes must be positive, not {window_bytes}")
+        if step_in_backward < 0:
+            raise ValueError(f"step_in_backward must be a number of backward passes, not {step_in_backward}")
         self._settled = False
         self._args, self._kwargs = args, kwargs
         self.window_bytes = window_bytes
+        self.step_in_backward = int(step_in_backward)
         super().__init__(params, *args, **kwargs)
         self._settle()
 
@@ -62,13 +78,13 @@ class Swapped(Optimizer):
     def _settle(self, never_stepped: Collection[int] | None = None) -> None:
         """Prove the class, give every parameter its place, move the state that exists into it."""
         self.state = StateMap(dict, self.state)
-        self.links: dict[torch.device, Link] = {}
-        self._fault: str | None = None
         self._order: list[tuple[Tensor, Resident | None]] = []
         self._order_ids: list[int] = []
         self._meta: list[tuple[Tensor, str]] = []
         self._proof = self._prove()
         self._residents = Residents(self.state, pinned=_wants_pinned(self.param_groups))
+        self._stepper = Stepper(self, compat.raw_step(self.swapped_class), self._residents, self._proof)
+        self._backward = self._make_backward() if self.step_in_backward else None
         self._admit(range(len(self.param_groups)))
         if never_stepped is not None:
             for position, resident in enumerate(self._residents):
@@ -96,6 +112,16 @@ class Swapped(Optimizer):
             require_sharded(subject)
         return proof
 
+    def _make_backward(self) -> BackwardSteps:
+        return BackwardSteps(
+            self._stepper,
+            residents=lambda: [resident for _, resident in self._in_order() if resident is not None],
+            groups=lambda: self.param_groups,
+            window_bytes=lambda: self.window_bytes,
+            require_ready=self.require_ready,
+            num_passes=self.step_in_backward,
+        )
+
     def _admit(self, group_indices: Iterable[int], *, also: Collection[Tensor] = ()) -> None:
         """Residents for the trainable parameters of these groups (and for those in `also`), in one new
         block."""
@@ -120,6 +146,8 @@ class Swapped(Optimizer):
             ]
         )
         self._order_ids = []
+        if self._backward is not None:
+            self._backward.watch(param for _, _, param in newcomers)
         self._num_stepped = sum(resident.stepped for resident in self._residents)
         self._meta += [
             (param, _name(self.param_groups[index], index, position))
@@ -132,7 +160,9 @@ class Swapped(Optimizer):
         super().add_param_group(param_group)
         if getattr(self, "_settled", False):
             try:
+                self.synchronize()
                 self._proof = self._prove()
+                self._stepper.become(self._proof)
                 self._admit([len(self.param_groups) - 1])
             except BaseException:
                 self.param_groups.pop()
@@ -157,35 +187,63 @@ class Swapped(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._wait_home()
-        active = self._active()
-        skipped = self._is_skipped_by_scaler()
-        for device, residents in _by_device(active).items():
-            self._cross(device, residents)
-        if not skipped and self._num_stepped < len(self._residents):
+        if self._backward is not None:
+            active = self._finish_backward(self._backward)
+        else:
+            self._stepper.wait_home()
+            active = self._active()
+            require_one_call(active, self._proof, type(self).__name__)
+            self._stepper.step(active, self.window_bytes)
+        if self._num_stepped < len(self._residents) and not self._is_skipped_by_scaler():
             for resident in active:
                 resident.stepped = True
             self._num_stepped = sum(resident.stepped for resident in self._residents)
         return loss
 
-    def _cross(self, device: torch.device, active: list[Resident]) -> None:
-        if device not in self.links:
-            self.links[device] = link_for(device)
-        crossing = Crossing(
-            optimizer=self,
-            step=compat.raw_step(self.swapped_class),
-            residents=self._residents,
-            active=active,
-            link=self.links[device],
-            method=self._proof.method,
-            in_place=self._proof.in_place,
-            window_bytes=self.window_bytes,
-        )
-        try:
-            cross(crossing)
-        except TornStep as torn:
-            self.invalidate(str(torn))
-            raise torn.__cause__ or torn from None
+    def _finish_backward(self, backward: BackwardSteps) -> list[Resident]:
+        if getattr(self, "found_inf", None) is not None or getattr(self, "grad_scale", None) is not None:
+            raise OptimizerRefused(
+                "a GradScaler decides after the backward pass, when step_in_backward has stepped already",
+                todo="build the optimizer without step_in_backward, or train without a GradScaler",
+            )
+        self._active()
+        return backward.finish()
+
+    def prefetch(self) -> None:
+        """Start the first windows of the next step on their way to the device; may be called during backward.
+
+        Which parameters will have gradients is taken from the last step; where that turns out wrong, what was
+        sent ahead is sent again. Nothing happens where the device is the host."""
+        self.require_ready()
+        if self._backward is None:
+            trainable = [r for _, r in self._in_order() if r is not None and r.param.requires_grad]
+            self._stepper.prefetch(trainable, self.window_bytes)
+
+    def timeline(self) -> list[Span]:
+        """When each window of the last step travelled and was stepped; waits for its state to be home.
+
+        Empty for a step that needed no windows: the device is the host.
+        """
+        return self._stepper.spans()
+
+    def describe(self) -> str:
+        """A few lines: the arena, how the class is run, the windows, and how busy the last step kept the
+        link."""
+        spans = self.timeline()
+        busy, wall = busy_seconds(spans), wall_seconds(spans)
+        buffers = sum(link.buffer_bytes for link in self.links.values())
+        lines = [
+            f"{type(self).__name__}: {len(self._residents)} parameters, run {self.method}",
+            f"arena: {self.arena_bytes:,} bytes for {self.state_bytes:,} bytes of state",
+            f"window cap: {self.window_bytes:,} bytes; device buffers now: {buffers:,} bytes",
+        ]
+        if spans:
+            shares = ", ".join(f"{lane} {seconds / wall:.0%}" for lane, seconds in busy.items())
+            windows = 1 + max(span.window for span in spans)
+            lines.append(f"last step: {windows} windows in {wall * 1000:.1f} ms; busy: {shares}")
+        else:
+            lines.append("last step: in place, no windows")
+        return "\n".join(lines)
 
     def _active(self) -> list[Resident]:
         """Residents with a gradient; parameters that were unfrozen since get their place now."""
@@ -209,7 +267,7 @@ class Swapped(Optimizer):
         ids = [id(param) for group in self.param_groups for param in group["params"]]
         if ids != self._order_ids:
             params = [param for group in self.param_groups for param in group["params"]]
-            self._order = [(p, self._residents[p] if p in self._residents else None) for p in params]
+            self._order = [(param, self._residents.get(param)) for param in params]
             self._order_ids = ids
         return self._order
 
@@ -248,11 +306,13 @@ class Swapped(Optimizer):
             CheckpointMismatch: Anything differs; names parameter, key, expected and found. Nothing has
                 changed.
         """
-        self.synchronize()
+        if self._stepper.fault is None:
+            self.synchronize()
+        self._stepper.drop_prefetched()
         working = replay_pre_hooks(self, state_dict)
         self._admit_saved_frozen(working)
         apply_adoption(self._residents, plan_adoption(self._residents, self.param_groups, working))
-        self._fault = None
+        self._stepper.fault = None
         replay_post_hooks(self)
 
     def _admit_saved_frozen(self, state_dict: Mapping[str, Any]) -> None:
@@ -290,38 +350,41 @@ class Swapped(Optimizer):
             present: Parameters whose slots were filled, each with the values of its number keys.
             absent: Parameters that had no state when it was saved.
         """
+        self._stepper.drop_prefetched()
         for param, numbers in present.items():
             self._residents.show(self._residents[param], numbers)
             self._residents[param].stepped = True
         for param in absent:
             if param in self._residents:
                 self._residents.refresh(self._residents[param])
-        self._fault = None
+        self._num_stepped = sum(resident.stepped for resident in self._residents)
+        self._stepper.fault = None
 
     def invalidate(self, reason: str) -> None:
         """From now on, stepping and saving raise `StateNotReady`, until a load succeeds."""
-        self._fault = reason
+        self._stepper.fault = reason
 
     def require_ready(self) -> None:
         """Raise `StateNotReady` where the state is half old, half new."""
-        if self._fault is not None:
+        if self._stepper.fault is not None:
             raise StateNotReady(
                 "the optimizer's state is not whole",
                 where=type(self).__name__,
-                found=self._fault,
+                found=self._stepper.fault,
                 todo="load a checkpoint (load_state_dict or load_dcp), then go on",
             )
 
     def synchronize(self) -> None:
         """Return when all state is home, and all of it in the arena."""
-        self._wait_home()
         if self.__dict__.get("_settled", False):
+            self._stepper.wait_home()
             for resident in self._residents:
                 bring_home(self._residents, resident, self.state.get(resident.param, {}), resident.canonical)
 
-    def _wait_home(self) -> None:
-        for link in self.__dict__.get("links", {}).values():
-            link.finish()
+    @property
+    def links(self) -> dict[torch.device, Link]:
+        """The link of each device of parameters; one that is put here before the first step is used."""
+        return self._stepper.links
 
     def put_state_to_device(self, device: torch.device | str) -> bool:
         """False: the state is host-resident, and nothing was moved."""
@@ -366,7 +429,7 @@ class Swapped(Optimizer):
             "_args": self._args,
             "_kwargs": self._kwargs,
             "_unstepped": unstepped,
-            "_fault": self._fault,
+            "_fault": self._stepper.fault,
         }
         return {**super().__getstate__(), **plain, **carried}
 
@@ -376,7 +439,7 @@ class Swapped(Optimizer):
         self._settled = False
         super().__setstate__(carried)
         self._settle(never_stepped=unstepped)
-        self._fault = fault
+        self._stepper.fault = fault
 
 
 def _name(group: Group, index: int, position: int) -> str:
@@ -392,16 +455,6 @@ def _replaced(name: str) -> ParameterReplaced:
         found="a meta tensor",
         todo="materialise a plain model before building its optimizer",
     )
-
-
-def _by_device(active: list[Resident]) -> dict[torch.device, list[Resident]]:
-    """The active residents by the device on which this rank's part of their parameter lives; the host's if none is."""
-    if False not in [resident.param.is_cpu for resident in active]:
-        return {_HOST: active}
-    found: dict[torch.device, list[Resident]] = {}
-    for resident in active:
-        found.setdefault(compat.local_tensor(resident.param).device, []).append(resident)
-    return found
 
 
 def _wants_pinned(groups: Iterable[Group]) -> bool:

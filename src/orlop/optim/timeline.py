@@ -49,7 +49,8 @@ def chrome_trace(spans: Sequence[Span]) -> str:
     """The spans as JSON that chrome://tracing and Perfetto open: one row per lane, one slice per window."""
     rows = {lane: number for number, lane in enumerate(LANES)}
     events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rows[lane], "args": {"name": lane}} for lane in LANES
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rows[lane], "args": {"name": lane}}
+        for lane in LANES
     ]
     events += [
         {

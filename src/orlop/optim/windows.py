@@ -99,7 +99,7 @@ def plan_windows(loads: Sequence[Load], cap_bytes: int | None) -> tuple[Window, 
 
 def _cut(index: int, load: Load, cap_bytes: int | None) -> list[Piece]:
     size = load.num_elements
-    if cap_bytes is None or load.nbytes <= cap_bytes or not load.divisible or load.element_bytes == 0:
+    if cap_bytes is None or load.nbytes <= cap_bytes or not load.divisible or load.element_bytes * size == 0:
         return [Piece(index=index, start=0, stop=size, last=True, whole=True)]
     fitting = (cap_bytes - load.fixed_bytes) // load.element_bytes
     length = max(CUT_ELEMENTS, fitting // CUT_ELEMENTS * CUT_ELEMENTS)

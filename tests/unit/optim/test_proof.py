@@ -158,6 +158,7 @@ def test_each_class_is_run_as_it_was_proven(optimizer_class, method, threaded):
             other.grad = param.grad
         swapped.step()
         stock.step()
+    swapped.synchronize()
     for param, other in zip(params, others):
         assert torch.equal(param, other)
         for key, value in stock.state[other].items():

@@ -214,6 +214,7 @@ def test_non_finite_gradients_do_what_the_stock_class_does():
         give_gradients(each)
         each[2].weight.grad[0, 0] = math.nan
         optimizer.step()
+    swapped.synchronize()
     for param, theirs in zip(model.parameters(), other.parameters()):
         assert torch.equal(param.nan_to_num(7), theirs.nan_to_num(7))
         for key, value in swapped.state[param].items():

@@ -58,6 +58,7 @@ def step(optimizer, params, number, late=()):
 
 
 def assert_same(stock, swapped):
+    swapped.synchronize()  # the last windows may still be on their way home
     assert len(stock.param_groups) == len(swapped.param_groups)
     for ours, theirs in zip(swapped.param_groups, stock.param_groups):
         for param, other in zip(ours["params"], theirs["params"]):
@@ -102,7 +103,6 @@ def test_same_bits_as_the_stock_class(optimizer_class, kwargs, _, window_bytes, 
     for number in range(5):
         step(stock, others, number, late)
         step(swapped, params, number, late)
-    swapped.synchronize()
     assert_same(stock, swapped)
     if window_bytes is not None:
         moved = any(swapped.state[p] for p in params if p in swapped.state)
