@@ -1,12 +1,13 @@
-"""What a step of SwapAdamW costs on the CPU, against torch's own AdamW: ratios of two sides measured in one run.
+"""What a step of SwapAdamW costs on the CPU, against torch's own AdamW: ratios of two sides measured in one
+run.
 
 1. Local tensors, 2,000 small and 20 large parameters, the same flags on both sides: the bar is 1.05x.
 2. FSDP2 (one rank, gloo): SwapAdamW steps on local shards, stock AdamW on DTensors: the bar is below 1x.
 3. The arena's bytes against the state's: the bar is 1.02.
 
-The sides take turns, round by round, each side first in every other round; the ratio is that of the medians. `--noise` measures
-two stock optimizers against each other the same way, which says what a ratio is worth on this machine.
-"""
+The sides take turns, round by round, each side first in every other round; the ratio is that of the medians.
+`--noise` measures two stock optimizers against each other the same way, which says what a ratio is worth on
+this machine."""
 
 from __future__ import annotations
 

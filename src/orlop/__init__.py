@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from orlop.engine import TrainEngine as TrainEngine
     from orlop.optim.swap import SwapAdamW as SwapAdamW
     from orlop.optim.swap import swap as swap
+    from orlop.optim.swapped import trace as trace
     from orlop.phases import phase as phase
     from orlop.resume import LoadPolicy as LoadPolicy
     from orlop.resume import LoadReport as LoadReport
@@ -43,6 +44,7 @@ _HOMES = {
     "fingerprint": "orlop.state.fingerprint",
     "phase": "orlop.phases",
     "swap": "orlop.optim.swap",
+    "trace": "orlop.optim.swapped",
 }
 _MODULES = ("errors", "testing")
 

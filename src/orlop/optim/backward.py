@@ -93,8 +93,8 @@ class BackwardSteps:
         count = self._count[param] = self._count.get(param, 0) + 1
         if count > self._num_passes:
             raise RuntimeError(
-                f"a gradient arrived for the {count}th time since the last step, of {self._num_passes} expected: call "
-                "step() after each round of backward passes, or give step_in_backward the number of passes per step"
+                f"a step is due: a gradient arrived after the {self._num_passes} backward pass(es) of this step. Call "
+                "step() after them, or give step_in_backward the number of passes per step"
             )
         if count < self._num_passes:
             return

@@ -6,7 +6,9 @@ how the class is made (`swap`)."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from orlop.optim.proof import Method, Proof, prove, require_sharded
 from orlop.optim.resident import Resident, Residents, require_steppable
 from orlop.optim.stepper import Stepper, require_one_call
 from orlop.optim.stepping import Group, StateMap
-from orlop.optim.timeline import Span, busy_seconds, wall_seconds
+from orlop.optim.timeline import Span, busy_seconds, chrome_trace, wall_seconds
 from orlop.optim.toys import Subject
 
 WINDOW_BYTES = 256 * 2**20
@@ -440,6 +442,16 @@ class Swapped(Optimizer):
         super().__setstate__(carried)
         self._settle(never_stepped=unstepped)
         self._stepper.fault = fault
+
+
+def trace(optimizer: Swapped, path: str | os.PathLike[str]) -> None:
+    """Write the last step's timeline as a Chrome trace, which chrome://tracing and Perfetto open.
+
+    Args:
+        optimizer: A host-resident optimizer that has stepped.
+        path: The JSON file to write.
+    """
+    Path(path).write_text(chrome_trace(optimizer.timeline()))
 
 
 def _name(group: Group, index: int, position: int) -> str:

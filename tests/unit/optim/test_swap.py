@@ -451,7 +451,8 @@ except CheckpointMismatch:
     pass
 else:
     raise SystemExit("a wrong shape was taken")
-good = {"state": {0: {"step": 7, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}}, "param_groups": saved["param_groups"]}
+entry = {"step": 7, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+good = {"state": {0: entry}, "param_groups": saved["param_groups"]}
 optimizer.load_state_dict(good)
 if optimizer.state[p]["step"] != 7 or optimizer.state[p]["exp_avg"].data_ptr() != pointer:
     raise SystemExit("not loaded in place")
