@@ -75,6 +75,27 @@ def measure(optimizers: dict[str, orlop.SwapAdamW], rounds: int) -> dict[str, tu
     }
 
 
+def draw(optimizers: dict[str, orlop.SwapAdamW], path: str) -> None:
+    """The last step of each, one row per lane, one bar per window, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(optimizers), sharex=True, figsize=(11, 1.7 * len(optimizers)))
+    colours = {"up": "#4477aa", "compute": "#228833", "down": "#cc6677"}
+    for axis, (name, optimizer) in zip(axes, optimizers.items()):
+        for span in optimizer.timeline():
+            row = ("down", "compute", "up").index(span.lane)
+            begin, length = span.begin_seconds * 1000, (span.end_seconds - span.begin_seconds) * 1000
+            axis.barh(row, length, left=begin, color=colours[span.lane], edgecolor="white", linewidth=0.6)
+        axis.set_yticks([0, 1, 2], ["down", "compute", "up"])
+        axis.set_title(name, loc="left", fontsize=10)
+    axes[-1].set_xlabel("milliseconds since the step began")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -82,6 +103,7 @@ def main() -> None:
     )
     parser.add_argument("--elements", type=int, default=24_000_000)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--picture", metavar="PNG", help="draw the last step of three of them")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rate = compute_rate(make_params(options.elements, one_large=False))
@@ -100,6 +122,9 @@ def main() -> None:
     for name, (wall, ratio, windows) in measure(sides, options.rounds).items():
         bar = "" if name.startswith("baseline") else "stated" if name.startswith("the cap") else "<= 1.15"
         table.add_row(name, str(windows), f"{wall * 1000:.0f} ms", f"{ratio:.3f}", bar)
+    if options.picture:
+        shown = ("three slots, full duplex", "baseline: half duplex", "baseline: serial")
+        draw({name: sides[name] for name in shown}, options.picture)
     console = Console()
     console.print(f"link throttled to {rate / 1e9:.2f} GB/s each way, as fast as the update itself")
     console.print(table)

@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.optim import Optimizer
 
 from orlop import compat
-from orlop.errors import StateNotReady
+from orlop.errors import OptimizerRefused, StateNotReady
 from orlop.norm import clip, count_holders, total_norm
 from orlop.ranks import Ranks
 from orlop.resume import LoadPolicy, LoadReport, resume_checkpoint
 from orlop.save import save_checkpoint
+from orlop.state.agreement import Layout
 from orlop.state.names import ParameterNames, require_all_named
 from orlop.state.stock import move_stock_state, state_of
 
@@ -80,6 +81,7 @@ class TrainEngine:
                 if name in _RESERVED or (name in self.optimizers and name in self.parts):
                     raise ValueError(f"a part or optimizer can't be named {name!r}: that name is taken")
             require_all_named(ParameterNames.of(model), self.optimizers)
+            _require_gradients_to_measure(self.optimizers)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -155,6 +157,8 @@ class TrainEngine:
         save_optimizer: bool = True,
         *,
         include_frozen: bool = True,
+        optimizer_layout: Layout = "nested",
+        materialize_absent: bool = False,
         storage_writer: StorageWriter | None = None,
         key_prefix: str = "",
     ) -> None:
@@ -164,6 +168,8 @@ class TrainEngine:
             weights_dir: The checkpoint's directory; it must not hold anything, and appears whole or not at all.
             save_optimizer: Whether optimizer state and groups are saved.
             include_frozen: Whether parameters that don't train are saved.
+            optimizer_layout: `nested` in groups, or `flattened` by parameter, as torchtitan writes it.
+            materialize_absent: Whether parameters that never stepped get initial state in the file, for other readers.
             storage_writer: Writes the checkpoint instead.
             key_prefix: Put before every key.
         """
@@ -172,6 +178,8 @@ class TrainEngine:
             weights_dir,
             save_optimizer=save_optimizer,
             include_frozen=include_frozen,
+            optimizer_layout=optimizer_layout,
+            materialize_absent=materialize_absent,
             storage_writer=storage_writer,
             key_prefix=key_prefix,
         )
@@ -252,6 +260,21 @@ class TrainEngine:
             for optimizer in self.optimizers.values()
         ]
         return any(moved)
+
+
+def _require_gradients_to_measure(optimizers: Mapping[str, Optimizer]) -> None:
+    """Refuse optimizers that step during backward: the engine clips and skips by a norm known only afterwards."""
+    for name, optimizer in optimizers.items():
+        passes = getattr(optimizer, "step_in_backward", 0)
+        if passes:
+            raise OptimizerRefused(
+                "the engine clips gradients, and skips steps, by the norm over all of them; an optimizer that steps "
+                "during backward has freed them by then",
+                where=f"optimizer {name!r}",
+                expected="step_in_backward=False",
+                found=f"step_in_backward={passes}",
+                todo="build it without step_in_backward, or train without the engine's step",
+            )
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:

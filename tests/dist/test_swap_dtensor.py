@@ -133,9 +133,47 @@ def meta_fsdp(rank):
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="fully_shard runs on the CPU from 2.9 on")
+@pytest.mark.fsdp
 def test_an_fsdp2_model_on_the_meta_device_gets_its_arena_at_construction():
     run_ranks(meta_fsdp, 2)
+
+
+def step_in_backward_fsdp(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    sides = []
+    for make, kwargs in (
+        (orlop.SwapAdamW, {"step_in_backward": 2, "window_bytes": 600}),
+        (torch.optim.AdamW, {}),
+    ):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = make(model.parameters(), lr=0.1, **kwargs)
+        if kwargs:
+            optimizer.links[torch.device("cpu")] = ThreadLink()
+        losses = []
+        for number in range(6):
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * number + rank))
+            loss = model(batch).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if number % 2 == 1:
+                if kwargs:
+                    assert all(param.grad is None for param in model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+        sides.append((losses, [param.to_local().clone() for param in model.parameters()]))
+    assert sides[0][0] == sides[1][0]
+    assert all(map(torch.equal, sides[0][1], sides[1][1]))
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="fully_shard runs on the CPU from 2.9 on")
+def test_fsdp2_steps_in_backward_bit_equal():
+    run_ranks(step_in_backward_fsdp, 2)
 
 
 def refuse_fsdp1(rank):

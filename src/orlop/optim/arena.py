@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from orlop import compat
-from orlop.optim.host import HostMemory, local_world_size, read_host_memory, require_host_memory
+from orlop.errors import HostMemoryError
+from orlop.optim.host import (
+    HostMemory,
+    local_world_size,
+    locked_memory_limit,
+    read_host_memory,
+    require_host_memory,
+)
 from orlop.optim.probe import LeafSpec
 
 # Leaves of a page or more start on a cache line; smaller ones only on a multiple of their element, or padding
@@ -154,7 +161,16 @@ class _Block:
                 weakref.finalize(self.buffer, undo)
 
     def _stand_in(self, nbytes: int) -> None:
-        pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        try:
+            pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            # Not refused beforehand by the memlock limit: drivers that lock pages themselves are not bound by it.
+            raise HostMemoryError(
+                "the host can't page-lock the memory for the optimizer state",
+                expected=f"{nbytes:,} bytes of page-locked host memory",
+                found=f"{error}; limit for locked memory of this process: {locked_memory_limit()}",
+                todo="raise the limit (ulimit -l, or the container's), or shard over more hosts",
+            ) from error
         self.address = pinned.data_ptr()
         self.buffer = (ctypes.c_char * nbytes).from_address(self.address)
         self.nbytes = max(

@@ -48,6 +48,14 @@ def local_world_size() -> int:
     return max(1, int(text)) if text.isdigit() else 1
 
 
+def locked_memory_limit() -> str:
+    """This process's limit for locked memory, in bytes, in words."""
+    import resource  # Unix only
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "none" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+
+
 def require_host_memory(nbytes: int, num_local_ranks: int, memory: HostMemory) -> None:
     """Refuse `nbytes` for each of `num_local_ranks` where the host can't give them all.
 

@@ -44,7 +44,9 @@ class Overtaking(ThreadLink):
 )
 def test_the_contract_is_able_to_fail(link, rule):
     with pytest.raises(AssertionError, match=rule):
-        check_link(lambda: link(before_copy=lambda lane, window: time.sleep(0.05 if lane == "down" else 0.005)))
+        check_link(
+            lambda: link(before_copy=lambda lane, window: time.sleep(0.05 if lane == "down" else 0.005))
+        )
 
 
 def test_released_buffers_are_poisoned():

@@ -278,6 +278,13 @@ def test_a_grad_scaler_and_stepping_in_backward_are_refused_together():
         scaler.step(optimizer)
 
 
+def test_an_engine_that_clips_refuses_an_optimizer_that_steps_in_backward():
+    """Never silently unclipped."""
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(OptimizerRefused, match="norm"):
+        orlop.TrainEngine(model, orlop.SwapAdamW(model.parameters(), step_in_backward=True))
+
+
 def test_the_timeline_and_its_trace(tmp_path):
     mine, theirs = pair(ThreadLink(), window_bytes=12_000)
     train(mine, theirs, steps=2)

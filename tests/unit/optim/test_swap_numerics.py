@@ -74,15 +74,24 @@ def assert_same(stock, swapped):
                 assert swapped.holds(value)
 
 
-def thread_link(optimizer, window_bytes):
-    optimizer.links[torch.device("cpu")] = ThreadLink()
+def thread_link(optimizer, window_bytes, rate=None):
+    optimizer.links[torch.device("cpu")] = ThreadLink(up_bytes_per_second=rate, down_bytes_per_second=rate)
     optimizer.window_bytes = window_bytes
 
 
+WINDOWS = {
+    "in_place": (None, None),
+    "many_windows_throttled": (700, 20e6),  # and the larger parameters cut
+    "two_windows": (15_000, None),
+    "one_window": (2**20, None),
+}
+RUNS = [(dtype, way) for dtype in (torch.float32, torch.bfloat16) for way in WINDOWS]
+
+
 @pytest.mark.parametrize("optimizer_class, kwargs, _", list(cases()))
-@pytest.mark.parametrize("window_bytes", [None, 700, 2**20], ids=["in_place", "small_windows", "one_window"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_same_bits_as_the_stock_class(optimizer_class, kwargs, _, window_bytes, dtype):
+@pytest.mark.parametrize("dtype, way", RUNS, ids=lambda value: str(value).removeprefix("torch."))
+def test_same_bits_as_the_stock_class(optimizer_class, kwargs, _, dtype, way):
+    window_bytes, rate = WINDOWS[way]
     if optimizer_class.__name__ in REFUSED:
         with pytest.raises(OptimizerRefused, match=optimizer_class.__name__):
             orlop.swap(optimizer_class)(make_params(optimizer_class), **kwargs)
@@ -99,7 +108,7 @@ def test_same_bits_as_the_stock_class(optimizer_class, kwargs, _, window_bytes, 
     late = late_parameters(optimizer_class, kwargs, params)
     swapped = orlop.swap(optimizer_class)(params, **kwargs)
     if window_bytes is not None:
-        thread_link(swapped, window_bytes)
+        thread_link(swapped, window_bytes, rate)
     for number in range(5):
         step(stock, others, number, late)
         step(swapped, params, number, late)
