@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import orlop
-from orlop.optim.link import AcceleratorLink
+from orlop.optim.accelerator import AcceleratorLink
 
 FLAGS: tuple[dict[str, bool], ...] = ({}, {"foreach": False}, {"fused": True})
 

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 import orlop
-from orlop.optim.link import ThreadLink
 from orlop.optim.timeline import busy_seconds, wall_seconds
+from orlop.testing import ThreadLink
 
 HOST = torch.device("cpu")
 NUM_WINDOWS = 24

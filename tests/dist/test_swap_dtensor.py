@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import orlop
 from orlop.errors import OptimizerRefused
-from orlop.optim.link import ThreadLink
-from orlop.testing import run_ranks
+from orlop.testing import ThreadLink, run_ranks
 
 # Uneven over two ranks, fewer rows than ranks (an empty shard), one element, and a column shard.
 SHAPES = [((5, 6), Shard(0)), ((1, 7), Shard(0)), ((1,), Shard(0)), ((6, 5), Shard(1)), ((4, 4), Replicate())]

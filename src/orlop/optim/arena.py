@@ -164,7 +164,8 @@ class _Block:
         try:
             pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            # Not refused beforehand by the memlock limit: drivers that lock pages themselves are not bound by it.
+            # Not refused beforehand by the memlock limit: drivers that lock pages themselves are not bound by
+            # it.
             raise HostMemoryError(
                 "the host can't page-lock the memory for the optimizer state",
                 expected=f"{nbytes:,} bytes of page-locked host memory",

@@ -6,7 +6,7 @@ what the arena holds (one owner, no second map). Must not know: how a step is ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,41 +219,3 @@ def _number(resident: Resident, key: str) -> float | int:
     assert resident.initial is not None
     value = resident.initial.get(key, 0.0)
     return value if resident.specs[key].dtype.is_floating_point else int(value)
-
-
-def require_steppable(param: Tensor, name: str) -> None:
-    """Refuse parameters whose state orlop can't keep as it should be.
-
-    Raises:
-        OptimizerRefused: FSDP1, a tensor subclass, a sparse layout, a partial placement, or a DTensor whose
-            local tensor lies on another device.
-    """
-    local = compat.local_tensor(param)
-    checks: list[tuple[Callable[[], bool], str, str]] = [
-        (
-            lambda: compat.is_fsdp1_parameter(param),
-            "an FSDP1 parameter",
-            "use fully_shard (FSDP2), whose state keeps its shape",
-        ),
-        (lambda: not compat.is_plain_tensor(param), type(param).__name__, "give it to a stock optimizer"),
-        (lambda: param.layout != torch.strided, f"layout {param.layout}", "give it to a stock optimizer"),
-        (
-            lambda: any(p.is_partial() for p in compat.placements(param)),
-            "a partial placement",
-            "reduce it first",
-        ),
-        (
-            lambda: param.device.type != local.device.type,
-            f"on {param.device}, its local tensor on {local.device}",
-            "move the module, not its local tensors",
-        ),
-    ]
-    for is_wrong, found, todo in checks:
-        if is_wrong():
-            raise OptimizerRefused(
-                "this parameter's state can't be kept in host memory exactly",
-                where=f"parameter {name}",
-                expected="a dense Tensor, Parameter or FSDP2/TP DTensor in one place",
-                found=found,
-                todo=todo,
-            )

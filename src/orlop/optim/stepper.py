@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from orlop import compat
 from orlop.errors import OptimizerRefused, StateNotReady
-from orlop.optim.link import Link, link_for
-from orlop.optim.pipeline import Crossing, Step, TornStep, Tour, step_in_place
+from orlop.optim.accelerator import link_for
+from orlop.optim.in_place import Crossing, Step, step_in_place
+from orlop.optim.link import Link
+from orlop.optim.pipeline import TornStep, Tour
 from orlop.optim.proof import Method, Proof
 from orlop.optim.resident import Resident, Residents
 from orlop.optim.stepping import Group

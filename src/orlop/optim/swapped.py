@@ -16,16 +16,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from orlop import compat
-from orlop.errors import OptimizerRefused, ParameterReplaced, StateNotReady
+from orlop.errors import OptimizerRefused, StateNotReady
+from orlop.optim.admission import (
+    plan_residents,
+    replaced_parameter,
+    require_steppable_groups,
+    wants_pinned,
+)
 from orlop.optim.adopt import apply_adoption, plan_adoption, replay_post_hooks, replay_pre_hooks
 from orlop.optim.backward import BackwardSteps
+from orlop.optim.in_place import bring_home
 from orlop.optim.link import Link
-from orlop.optim.pipeline import bring_home
-from orlop.optim.probe import probe_state
 from orlop.optim.proof import Method, Proof, prove, require_sharded
-from orlop.optim.resident import Resident, Residents, require_steppable
+from orlop.optim.resident import Resident, Residents
 from orlop.optim.stepper import Stepper, require_one_call
-from orlop.optim.stepping import Group, StateMap
+from orlop.optim.stepping import StateMap
 from orlop.optim.timeline import Span, busy_seconds, chrome_trace, wall_seconds
 from orlop.optim.toys import Subject
 
@@ -84,7 +89,7 @@ class Swapped(Optimizer):
         self._order_ids: list[int] = []
         self._meta: list[tuple[Tensor, str]] = []
         self._proof = self._prove()
-        self._residents = Residents(self.state, pinned=_wants_pinned(self.param_groups))
+        self._residents = Residents(self.state, pinned=wants_pinned(self.param_groups))
         self._stepper = Stepper(self, compat.raw_step(self.swapped_class), self._residents, self._proof)
         self._backward = self._make_backward() if self.step_in_backward else None
         self._admit(range(len(self.param_groups)))
@@ -95,15 +100,7 @@ class Swapped(Optimizer):
         self._settled = True
 
     def _prove(self) -> Proof:
-        for index, group in enumerate(self.param_groups):
-            if group.get("differentiable"):
-                raise OptimizerRefused(
-                    "differentiable=True needs autograd through the step, which lent state can't give",
-                    where=f"param group {index}",
-                    todo="use the stock class for differentiable steps",
-                )
-            for position, param in enumerate(group["params"]):
-                require_steppable(param, _name(group, index, position))
+        require_steppable_groups(self.param_groups)
         subject = Subject(
             optimizer_class=self.swapped_class,
             construct=lambda groups: self.swapped_class(groups, *self._args, **self._kwargs),
@@ -127,35 +124,13 @@ class Swapped(Optimizer):
     def _admit(self, group_indices: Iterable[int], *, also: Collection[Tensor] = ()) -> None:
         """Residents for the trainable parameters of these groups (and for those in `also`), in one new
         block."""
-        indices = list(group_indices)
-        newcomers = [
-            (index, position, param)
-            for index in indices
-            for position, param in enumerate(self.param_groups[index]["params"])
-            if (param.requires_grad or any(param is other for other in also)) and param not in self._residents
-        ]
-        specs = probe_state(self, [param for _, _, param in newcomers])
-        self._residents.admit(
-            [
-                Resident(
-                    param=param,
-                    name=_name(self.param_groups[index], index, position),
-                    specs=specs[param],
-                    initial=self._proof.initial[index],
-                    on_local=isinstance(param, compat.DTensor) and self._proof.method is Method.SLICED,
-                )
-                for index, position, param in newcomers
-            ]
-        )
+        newcomers = plan_residents(self, self._proof, self._residents, list(group_indices), also)
+        self._residents.admit(newcomers)
         self._order_ids = []
         if self._backward is not None:
-            self._backward.watch(param for _, _, param in newcomers)
+            self._backward.watch(resident.param for resident in newcomers)
         self._num_stepped = sum(resident.stepped for resident in self._residents)
-        self._meta += [
-            (param, _name(self.param_groups[index], index, position))
-            for index, position, param in newcomers
-            if param.is_meta
-        ]
+        self._meta += [(resident.param, resident.name) for resident in newcomers if resident.param.is_meta]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters' state gets a block of its own in the arena."""
@@ -260,7 +235,7 @@ class Swapped(Optimizer):
                 active.append(found)
         for param, name in self._meta:
             if param.is_meta:
-                raise _replaced(name)
+                raise replaced_parameter(name)
         self._meta = []
         return active
 
@@ -452,34 +427,3 @@ def trace(optimizer: Swapped, path: str | os.PathLike[str]) -> None:
         path: The JSON file to write.
     """
     Path(path).write_text(chrome_trace(optimizer.timeline()))
-
-
-def _name(group: Group, index: int, position: int) -> str:
-    names = group.get("param_names")
-    return str(names[position]) if names else f"{position} of group {index}"
-
-
-def _replaced(name: str) -> ParameterReplaced:
-    return ParameterReplaced(
-        "a parameter is still on the meta device at step: its module holds another one now",
-        where=f"parameter {name}",
-        expected="the parameter that it was built with, materialised in place (as FSDP2 does, and to_empty does not)",
-        found="a meta tensor",
-        todo="materialise a plain model before building its optimizer",
-    )
-
-
-def _wants_pinned(groups: Iterable[Group]) -> bool:
-    """Whether any parameter lives, or will live once it is materialised, on an accelerator."""
-    for group in groups:
-        for param in group["params"]:
-            if isinstance(param, compat.DTensor):
-                kind = param.device_mesh.device_type
-            elif param.is_meta:
-                device = compat.accelerator()
-                kind = device.type if device is not None else "cpu"
-            else:
-                kind = param.device.type
-            if kind not in ("cpu", "meta"):
-                return True
-    return False

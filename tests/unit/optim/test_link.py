@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 
-from orlop.optim.conformance import check_link
-from orlop.optim.link import NoLink, SerialLink, ThreadLink, link_for
+from orlop.optim.accelerator import link_for
+from orlop.optim.link import NoLink, SerialLink
+from orlop.testing import ThreadLink, check_link
 
 LINKS = {
     "none": NoLink,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import orlop
 from orlop.errors import OptimizerRefused, StateNotReady
-from orlop.optim.link import ThreadLink
+from orlop.testing import ThreadLink
 
 HOST = torch.device("cpu")
 SHAPES = [(40, 7), (3000,), (), (5,), (64, 3), (1, 1)]

@@ -7,7 +7,7 @@ import torch
 
 import orlop
 from orlop.errors import OptimizerRefused
-from orlop.optim.link import ThreadLink
+from orlop.testing import ThreadLink
 
 
 class Sign(torch.optim.Optimizer):

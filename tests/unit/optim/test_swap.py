@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import orlop
 from orlop.errors import HostMemoryError, OptimizerRefused, ParameterReplaced, StateNotReady
 from orlop.optim import swap as swap_module
-from orlop.optim.link import ThreadLink
+from orlop.testing import ThreadLink
 
 
 def make_model(seed=0):

@@ -10,7 +10,7 @@ from torch.testing._internal.common_optimizers import optim_db
 
 import orlop
 from orlop.errors import OptimizerRefused
-from orlop.optim.link import ThreadLink
+from orlop.testing import ThreadLink
 
 REFUSED = ("LBFGS", "SparseAdam")
 
