@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orlop.optim.link import Cargo, Link, NoLink, Pairs, SerialLink, Slot, buffer_for, carve
+from orlop.optim.link import NUM_SLOTS, Cargo, Link, NoLink, Pairs, SerialLink, Slot, buffer_for, carve
 from orlop.optim.timeline import Lane, Span
 
 logger = logging.getLogger("orlop")
@@ -45,7 +45,7 @@ class AcceleratorLink:
 
     copies = True
 
-    def __init__(self, device: torch.device, num_slots: int = 3) -> None:
+    def __init__(self, device: torch.device, num_slots: int = NUM_SLOTS) -> None:
         self.num_slots = num_slots
         self._device = device
         self._module: Any = torch.get_device_module(device)

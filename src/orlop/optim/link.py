@@ -22,6 +22,7 @@ from torch import Tensor
 from orlop.optim.timeline import Lane, Span
 
 LINE_BYTES = 64
+NUM_SLOTS = 3  # one window travels up, one is stepped, one travels down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ class Tour:
         """Pack the residents' state into windows that fit into the link's slots."""
         riders = list(reversed(active))
         cap = None if crossing.method is Method.WHOLE else crossing.window_bytes // link.num_slots
-        loads = [_load(resident, crossing.method) for resident in riders]
+        loads = [load_of(resident, crossing.method) for resident in riders]
         return cls(crossing, link, riders, plan_windows(loads, cap))
 
     def send_ahead(self) -> None:
@@ -208,7 +208,8 @@ class Tour:
         self.link.take_home(cargo, pairs)
 
 
-def _load(resident: Resident, method: Method) -> Load:
+def load_of(resident: Resident, method: Method) -> Load:
+    """What one resident's state weighs on the way."""
     local = compat.local_tensor(resident.param)
     elementwise = [spec for spec in resident.specs.values() if spec.elementwise]
     others = [spec for spec in resident.specs.values() if not spec.elementwise and spec.on_device]

@@ -6,6 +6,7 @@ how the class is made (`swap`)."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -26,13 +27,16 @@ from orlop.optim.admission import (
 from orlop.optim.adopt import apply_adoption, plan_adoption, replay_post_hooks, replay_pre_hooks
 from orlop.optim.backward import BackwardSteps
 from orlop.optim.in_place import bring_home
-from orlop.optim.link import Link
+from orlop.optim.link import NUM_SLOTS, Link
+from orlop.optim.pipeline import load_of
 from orlop.optim.proof import Method, Proof, prove, require_sharded
 from orlop.optim.resident import Resident, Residents
 from orlop.optim.stepper import Stepper, require_one_call
 from orlop.optim.stepping import StateMap
 from orlop.optim.timeline import Span, busy_seconds, chrome_trace, wall_seconds
 from orlop.optim.toys import Subject
+
+logger = logging.getLogger("orlop")
 
 WINDOW_BYTES = 256 * 2**20
 
@@ -98,6 +102,14 @@ class Swapped(Optimizer):
                 resident.stepped = position not in never_stepped
             self._num_stepped = len(self._residents) - len(never_stepped)
         self._settled = True
+        if self.device_bytes > self.window_bytes:
+            logger.info(
+                "%s can't be cut into windows of %s bytes: a step may take %s bytes of device memory (run %s)",
+                type(self).__name__,
+                f"{self.window_bytes:,}",
+                f"{self.device_bytes:,}",
+                self.method,
+            )
 
     def _prove(self) -> Proof:
         require_steppable_groups(self.param_groups)
@@ -196,6 +208,19 @@ class Swapped(Optimizer):
             trainable = [r for _, r in self._in_order() if r is not None and r.param.requires_grad]
             self._stepper.prefetch(trainable, self.window_bytes)
 
+    @property
+    def device_bytes(self) -> int:
+        """The most device memory that state takes in a step, all slots together.
+
+        `window_bytes` for a class that may be cut; more for one that may not, where its largest parameter, or
+        all of them, need more."""
+        if self._proof.method is Method.SLICED:
+            return self.window_bytes
+        loads = [load_of(resident, self._proof.method).nbytes for resident in self._residents]
+        if self._proof.method is Method.WHOLE:
+            return sum(loads)
+        return max(self.window_bytes, NUM_SLOTS * max(loads, default=0))
+
     def timeline(self) -> list[Span]:
         """When each window of the last step travelled and was stepped; waits for its state to be home.
 
@@ -212,7 +237,7 @@ class Swapped(Optimizer):
         lines = [
             f"{type(self).__name__}: {len(self._residents)} parameters, run {self.method}",
             f"arena: {self.arena_bytes:,} bytes for {self.state_bytes:,} bytes of state",
-            f"window cap: {self.window_bytes:,} bytes; device buffers now: {buffers:,} bytes",
+            f"device cap: {self.device_bytes:,} bytes; device buffers now: {buffers:,} bytes",
         ]
         if spans:
             shares = ", ".join(f"{lane} {seconds / wall:.0%}" for lane, seconds in busy.items())

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from orlop.optim.link import Cargo, Clock, Pairs, Slot, buffer_for, carve
+from orlop.optim.link import NUM_SLOTS, Cargo, Clock, Pairs, Slot, buffer_for, carve
 from orlop.optim.timeline import Lane, Span
 
 _POISON = 0xFF  # a NaN in every floating dtype, -1 in every signed integer
@@ -40,7 +40,7 @@ class ThreadLink:
     def __init__(
         self,
         *,
-        num_slots: int = 3,
+        num_slots: int = NUM_SLOTS,
         up_bytes_per_second: float | None = None,
         down_bytes_per_second: float | None = None,
         half_duplex: bool = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import orlop
 from orlop.errors import CheckpointMismatch
@@ -401,6 +404,57 @@ def test_betas_that_are_loaded_are_what_the_next_step_uses():
     target.step()
     control.step()
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(params, others))
+
+
+class NoLargeAllocations(TorchDispatchMode):
+    """Fails on any new tensor of the size of a moment: outside the arena, a load has no use for one."""
+
+    def __init__(self, limit_bytes):
+        super().__init__()
+        self.limit_bytes = limit_bytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                assert tensor.nbytes < self.limit_bytes, func
+        return result
+
+
+def test_a_load_allocates_nothing_of_the_size_of_the_state():
+    """B08, B20: bytes go from the given tensors into the arena."""
+    params = [torch.nn.Parameter(torch.zeros(50_000)) for _ in range(4)]
+    _, source = make(params=params, steps=1)
+    saved = copy.deepcopy(source.state_dict())
+    _, target = make(params=params)
+    arena = target.arena_bytes
+    with NoLargeAllocations(50_000):
+        target.load_state_dict(saved)
+    assert target.arena_bytes == arena
+
+
+def test_pages_are_locked_once_whatever_is_loaded(monkeypatch):
+    """B07."""
+    locked = []
+
+    def register(address, nbytes):
+        locked.append(nbytes)
+        return lambda: locked.remove(nbytes)
+
+    monkeypatch.setattr("orlop.compat.register_pinned", register)
+    monkeypatch.setattr("orlop.optim.swapped.wants_pinned", lambda groups: True)
+    _, source = make(steps=1)
+    _, target = make()
+    assert locked == [source.arena_bytes, target.arena_bytes]
+    for _ in range(2):
+        target.load_state_dict(source.state_dict())
+    assert len(locked) == 2
+    del target
+    gc.collect()
+    assert len(locked) == 1
 
 
 DTYPES = [

@@ -114,6 +114,24 @@ class ListState(Sign):
                     p.sub_(self.state[p]["history"][0])
 
 
+class Quantised(torch.Tensor):
+    """A wrapper subclass, as low-bit optimizers keep their moments in."""
+
+
+class SubclassState(Sign):
+    """State that is a tensor subclass."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("moment", torch.zeros_like(p).as_subclass(Quantised)).add_(
+                        p.grad
+                    )
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
 class LooksAtSiblings(Sign):
     """Fails where its group has not all parameters in it."""
 
@@ -188,6 +206,7 @@ def test_number_state_is_saved_and_loaded():
         (torch.optim.SparseAdam, "dense gradients"),
         (HiddenState, "state is lent"),
         (ListState, "list"),
+        (SubclassState, "Quantised"),
     ],
 )
 def test_what_can_not_be_right_is_refused_with_the_reason(optimizer_class, reason):
@@ -208,3 +227,11 @@ def test_proving_touches_neither_parameters_nor_random_numbers():
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(p, b) for p, b in zip(params, before))
     assert all(p.grad is None for p in params)
+
+
+def test_construction_says_what_a_class_that_can_not_be_cut_needs(caplog):
+    with caplog.at_level("INFO", "orlop"):
+        optimizer = orlop.swap(TrustRatio)(make_params(), window_bytes=600)
+    assert optimizer.device_bytes > 600
+    assert f"a step may take {optimizer.device_bytes:,} bytes" in caplog.text
+    assert orlop.SwapAdamW(make_params(), window_bytes=600).device_bytes == 600
