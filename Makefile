@@ -1,6 +1,8 @@
 # Each target sets up what it needs: a machine with Python and make is enough. Re-running is quick.
 #   make test    all tests            make demo    kill a training run twice, resume, compare bit for bit
 #   make check   lint, types, layers  make bench   measure, as docs/benchmarks.md says
+#   make compat  the tests under every supported torch (some 5 GB of downloads for each); writes docs/compat.md
+#   make fault-long   SIGKILL a saving process 200 times; the result goes to docs/faults.md
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +12,7 @@ WORKERS ?= 2
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: test check demo bench format clean
+.PHONY: test check demo bench fault-long compat format clean
 
 test: $(READY)
 	$(BIN)/pytest -n $(WORKERS) $(TESTS)
@@ -26,6 +28,12 @@ demo: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step.py
+
+fault-long: $(READY)
+	$(BIN)/python -m tests.fault.kills --report docs/faults.md $(KILLS)
+
+compat:
+	$(PYTHON) scripts/compat.py $(COMPAT)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

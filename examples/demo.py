@@ -1,9 +1,8 @@
 """Train, kill, resume, compare: is a run that was killed twice the same, bit for bit, as one that never was?
 
-Runs `train_gpt.py` on two ranks, once uninterrupted and once with all ranks SIGKILLed: between two steps, and
-while a checkpoint is being written. After each kill the same command starts it again. Then every step's loss,
-gradient norm and learning rate are compared, and the final state leaf by leaf. Exit code 0: identical; 1:
-not, or a kill that was planned did not happen.
+A drill (`orlop drill`) of `train_gpt.py` on two ranks: one kill of all ranks between two steps, one while a checkpoint is
+being written; after each, the same command starts it again. Then every step's loss, gradient norm and learning rate are
+compared, and the final state leaf by leaf. Exit code 0: identical; 1: not, or a kill that was planned did not happen.
 
     python examples/demo.py [--steps 60] [--save-every 10] [--seed 0] [--out .demo]
 """
@@ -11,8 +10,7 @@ not, or a kill that was planned did not happen.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
+import os
 import signal
 import sys
 import time
@@ -20,50 +18,66 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from comparison import Comparison, compare_fingerprints, compare_metrics, read_metrics
-from kills import plan_kills
+from orlop.tools.drill.comparison import KINDS, read_records
+from orlop.tools.drill.drilling import PLACEHOLDER, DrillOptions, DrillResult, drill
+from orlop.tools.drill.runs import RunFailed
 from report import draw_losses, print_comparison, print_kills
-from runs import Run, RunFailed, Watcher
+
+EXAMPLE = Path(__file__).with_name("train_gpt.py")
 
 
-def compare(uninterrupted: Run, killed: Run) -> list[Comparison]:
-    """Compares what the two runs left."""
-    metrics = [read_metrics(run.directory / "metrics.jsonl") for run in (uninterrupted, killed)]
-    finals = [json.loads((run.directory / "fingerprint.json").read_text()) for run in (uninterrupted, killed)]
-    strays = killed.writing()
-    swept = Comparison(
-        what="partial checkpoints left",
-        count=len(strays),
-        difference=f"partial checkpoints of steps {sorted(strays)}" if strays else None,
-    )
-    return [*compare_metrics(*metrics), *compare_fingerprints(*finals), swept]
+class Bars:
+    """A progress bar for each run.
+
+    Args:
+        progress: Where the bars are.
+        steps: How many steps each run has.
+    """
+
+    def __init__(self, progress: Progress, steps: int) -> None:
+        self.progress = progress
+        self.steps = steps
+        self.tasks: dict[str, TaskID] = {}
+
+    def on_step(self, run: str, step: int) -> None:
+        if run not in self.tasks:
+            self.tasks[run] = self.progress.add_task(run, total=self.steps)
+        self.progress.update(self.tasks[run], completed=step)
+
+    def on_event(self, run: str, text: str) -> None:
+        self.progress.console.print(f"{run}: {text}", markup=False)
+
+
+def command(options: argparse.Namespace) -> list[str]:
+    """The one command that starts the training and that starts it again."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # torchrun keeps files of its own, which it can't remove when it is killed.
+    launcher += ["--log-dir", str((options.out / "torchrun").absolute())]
+    words = ["--run", PLACEHOLDER, "--steps", options.steps, "--save-every", options.save_every]
+    # After `--` torchrun takes no option of the script for an abbreviated one of its own (`--run-path`).
+    return [*launcher, "--", str(EXAMPLE), *map(str, words), "--seed", str(options.seed)]
 
 
 def run_demo(options: argparse.Namespace, console: Console) -> int:
-    """Both runs, the comparison, the picture; returns the exit code."""
-    kills = plan_kills(options.steps, options.save_every, options.seed)
-    runs = []
-    for name in ("uninterrupted", "killed"):
-        directory = options.out / name
-        shutil.rmtree(directory, ignore_errors=True)
-        run = Run(directory=directory, steps=options.steps, save_every=options.save_every, seed=options.seed)
-        run.log.unlink(missing_ok=True)
-        runs.append(run)
-    uninterrupted, killed = runs
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """The drill, the tables, the picture; returns the exit code."""
+    how = DrillOptions(out=options.out, kills=2, during_save=True, seed=options.seed, required=KINDS)
+    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        Watcher(uninterrupted, progress, "uninterrupted").until_done([])
-        struck = Watcher(killed, progress, "killed and resumed").until_done(kills)
-    rows = compare(uninterrupted, killed)
-    print_kills(console, struck)
-    print_comparison(console, rows)
-    picture = options.out / "losses.png"
-    curves = [read_metrics(run.directory / "metrics.jsonl") for run in runs]
-    draw_losses(picture, curves[0], curves[1], struck)
-    console.print(f"loss curves: {picture}")
-    return 0 if all(row.difference is None for row in rows) else 1
+        result = drill(command(options), how, Bars(progress, options.steps))
+    print_kills(console, result.kills)
+    print_comparison(console, result.rows, result.hint)
+    console.print(f"loss curves: {draw(result, options.out / 'losses.png')}")
+    return 0 if result.is_identical else 1
+
+
+def draw(result: DrillResult, picture: Path) -> Path:
+    """Both loss curves, and the kills."""
+    paths = [run.records_path() for run in (result.uninterrupted, result.killed)]
+    curves = [read_records(path) for path in paths if path is not None]
+    draw_losses(picture, curves[0], curves[1], result.kills)
+    return picture
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -87,6 +101,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Runs the demo; Ctrl-C and SIGTERM end it cleanly, with every rank gone."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # One thread for each rank: on a small machine more would only wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = parse_options()
     console = Console()
     start = time.monotonic()

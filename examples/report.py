@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from comparison import Comparison
-from kills import Killed
+from orlop.tools.drill.comparison import Comparison
+from orlop.tools.drill.kills import Killed
 
 matplotlib.use("Agg")  # needs no display; must be chosen before pyplot is imported
 from matplotlib import pyplot
@@ -30,8 +30,8 @@ def print_kills(console: Console, kills: Sequence[Killed]) -> None:
     console.print(table)
 
 
-def print_comparison(console: Console, rows: Sequence[Comparison]) -> None:
-    """One line for each thing compared, then the verdict."""
+def print_comparison(console: Console, rows: Sequence[Comparison], hint: str | None) -> None:
+    """One line for each thing compared, then the verdict, and the usual cause of what differs."""
     table = Table("compared", "places", "result", title="Uninterrupted and killed run")
     table.columns[2].overflow = "fold"  # a leaf's name is never cut short
     for row in rows:
@@ -43,6 +43,8 @@ def print_comparison(console: Console, rows: Sequence[Comparison]) -> None:
         console.print("[bold green]identical")
     else:
         console.print(Text(f"DIFFERENT, first in {first.what}: {first.difference}", "bold red"))
+        if hint is not None:
+            console.print(f"usual cause: {hint}", markup=False)
 
 
 def draw_losses(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import math
 import os
@@ -161,7 +160,7 @@ def seed_everything(seed: int) -> None:
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
-    """Builds everything alike on every rank, trains, and leaves `fingerprint.json` beside the checkpoints."""
+    """Builds everything alike on every rank, and trains."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     seed_everything(args.seed)  # the same initial weights on all ranks
@@ -204,11 +203,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         loss_fn=loss_fn,
         accumulate=ACCUMULATE,
     )
-    if trainer.run():
-        digest = orlop.fingerprint(engine)
-        if rank == 0:
-            found = {"total": digest.total, "leaves": dict(digest.leaves)}
-            (args.run / "fingerprint.json").write_text(json.dumps(found, indent=1) + "\n")
+    trainer.run()
 
 
 def main() -> None:

@@ -25,13 +25,18 @@ if TYPE_CHECKING:
     from orlop.resume import LoadPolicy as LoadPolicy
     from orlop.resume import LoadReport as LoadReport
     from orlop.state.fingerprint import Fingerprint as Fingerprint
-    from orlop.state.fingerprint import fingerprint as fingerprint
     from orlop.state.rng import RngState as RngState
+    from orlop.tools.check import verify as verify
+    from orlop.tools.diff import diff as diff
+    from orlop.tools.findings import Finding as Finding
+    from orlop.tools.fingerprints import fingerprint as fingerprint
+    from orlop.tools.record import record as record
     from orlop.trainer import Trainer as Trainer
 
 _HOMES = {
     "AdamWConfig": "orlop.configs",
     "CheckpointStore": "orlop.checkpoints",
+    "Finding": "orlop.tools.findings",
     "Fingerprint": "orlop.state.fingerprint",
     "LoadCheckpointConfig": "orlop.configs",
     "LoadPolicy": "orlop.resume",
@@ -41,10 +46,13 @@ _HOMES = {
     "SwapAdamW": "orlop.optim.swap",
     "TrainEngine": "orlop.engine",
     "Trainer": "orlop.trainer",
-    "fingerprint": "orlop.state.fingerprint",
+    "diff": "orlop.tools.diff",
+    "fingerprint": "orlop.tools.fingerprints",
     "phase": "orlop.phases",
+    "record": "orlop.tools.record",
     "swap": "orlop.optim.swap",
     "trace": "orlop.optim.swapped",
+    "verify": "orlop.tools.check",
 }
 _MODULES = ("errors", "testing")
 

@@ -7,17 +7,27 @@ its choice: another node may see another listing of the same directory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orlop.errors import CheckpointNotFound
+from orlop.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    StateNotReady,
+)
 from orlop.resume import LoadPolicy, LoadReport, resume_checkpoint
 from orlop.save import save_checkpoint
-from orlop.store import catalog, files, publish
-from orlop.store.listing import Checkpoint, list_checkpoints
+from orlop.store import catalog
+from orlop.store.listing import Checkpoint
+from orlop.store.objects import Url, locate
+from orlop.store.roots import root_at
+from orlop.store.shelf import Shelf
+from orlop.tools.check import require_sound
 
 if TYPE_CHECKING:
     from orlop.engine import TrainEngine
@@ -36,15 +46,46 @@ class Resumed:
     """
 
     step: int
-    path: Path
+    path: Path | Url
     report: LoadReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """The checkpoint that all ranks load."""
+
+    step: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """What to fill, and how."""
+
+    engine: TrainEngine
+    load_states: bool
+    load_args: bool
+    policy: LoadPolicy
+
+    def after_failure(self) -> _Load:
+        """The next try. Where a load broke off half-way, no live value may be kept: it may be the damaged one's."""
+        try:
+            self.engine.require_ready()
+        except StateNotReady:
+            return replace(self, policy=replace(self.policy, allow_missing=False))
+        return self
+
+
+def _chosen(found: Checkpoint) -> _Choice:
+    return _Choice(step=found.step, name=found.name)
 
 
 class CheckpointStore:
     """The checkpoints of one run, as `root/step-00000100/`.
 
     Args:
-        root: The run's directory; created by the first save. It may hold other things, which are left alone.
+        root: The run's directory, created by the first save, or its address in an object store (`s3://bucket/run`, by
+            fsspec). It may hold other things, which are left alone.
         keep_last: How many of the newest complete checkpoints stay; None keeps all.
         keep_every: Checkpoints at multiples of this step stay for good.
 
@@ -58,19 +99,20 @@ class CheckpointStore:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, or None; it is {value}")
-        self.root = Path(root)
+        self.root = locate(root)
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self._shelf = Shelf(root_at(self.root), keep_last=keep_last, keep_every=keep_every)
 
-    def path(self, step: int) -> Path:
-        """The directory that a save at `step` makes."""
+    def path(self, step: int) -> Path | Url:
+        """The directory (or prefix) that a save at `step` makes."""
         return self.root / catalog.step_name(step)
 
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, ascending, as this process sees the directory."""
-        return [found.step for found in list_checkpoints(self.root) if found.fault is None]
+        return [found.step for found in self._shelf.root.checkpoints() if found.fault is None]
 
-    def save(self, engine: TrainEngine, step: int, *, fingerprint: bool = False) -> Path:
+    def save(self, engine: TrainEngine, step: int, *, fingerprint: bool = False) -> Path | Url:
         """Saves all of the engine's parts as the checkpoint of `step`; collective.
 
         The checkpoint appears whole or not at all. Then, and only then, older ones expire.
@@ -85,13 +127,15 @@ class CheckpointStore:
 
         Raises:
             CheckpointExists: That step has a checkpoint; it is left as it is.
+            RootNotShared: A rank doesn't see what the coordinator made in `root`.
+            StorageFull: There is not enough space; nothing was removed or written.
             OrlopError: On every rank, when any rank failed; nothing is published.
         """
         path = self.path(step)
-        engine.ranks.on_coordinator(f"make room for {path.name}", lambda: self._make_room(step))
+        engine.ranks.on_coordinator(f"make room for {path.name}", lambda: self._shelf.make_room(step))
         save_checkpoint(engine, path, step=step, fingerprint=fingerprint)
         if engine.ranks.is_coordinator:
-            self._expire(step)
+            self._shelf.expire(step)
         return path
 
     def resume(
@@ -103,12 +147,14 @@ class CheckpointStore:
         load_args: bool = True,
         policy: LoadPolicy | None = None,
     ) -> Resumed | None:
-        """Loads the newest complete checkpoint, or that of `step`, into the engine; collective.
+        """Loads the newest checkpoint that verifies, or that of `step`, into the engine; collective.
+
+        One that is not complete, or that turns out to be damaged while it is read, is passed over with a warning
+        that says why, and the next older one is taken. While a checkpoint is being read, no save expires it.
 
         Args:
             engine: What to fill, in place.
-            step: Which checkpoint; None for the newest complete one. Incomplete ones are passed over, each
-                with a warning that says why.
+            step: Which checkpoint; None for the newest one that verifies.
             load_states: False gives every parameter a fresh optimizer's state.
             load_args: False keeps the live hyperparameters of every group.
             policy: What the load may tolerate; by default, nothing.
@@ -118,74 +164,68 @@ class CheckpointStore:
 
         Raises:
             CheckpointNotFound: `step` was asked for, and there is none.
-            CheckpointIncomplete: `step` was asked for, and it is not complete.
-            CheckpointError: What is there can't be loaded; the live state is as it was.
+            CheckpointIncomplete: `step` was asked for, and it is not complete; or no checkpoint could be loaded.
+            CheckpointCorrupt: Likewise, for one that is damaged.
+            CheckpointMismatch: The newest one doesn't fit the live objects, or holds weights only; an older one is not
+                tried instead.
         """
-        chosen = engine.ranks.on_coordinator("choose a checkpoint", lambda: self._choose(step))
-        if chosen is None:
-            return None
-        chosen_step, name = chosen
-        path = self.root / name
-        report = resume_checkpoint(
-            engine, path, load_states=load_states, load_args=load_args, policy=policy or LoadPolicy()
+        load = _Load(
+            engine=engine, load_states=load_states, load_args=load_args, policy=policy or LoadPolicy()
         )
-        return Resumed(step=chosen_step, path=path, report=report)
+        if step is not None:
+            chosen = engine.ranks.on_coordinator("choose a checkpoint", lambda: _chosen(self._shelf.at(step)))
+            return self._load(load, chosen)
+        return self._load_newest(load)
 
-    def _choose(self, step: int | None) -> tuple[int, str] | None:
-        found = self._newest() if step is None else self._at(step)
-        return None if found is None else (found.step, found.path.name)
+    def _load_newest(self, load: _Load) -> Resumed | None:
+        passed_over: set[str] = set()
+        newest_error: CheckpointError | None = None
+        while True:
+            # Listed anew each time: a newer checkpoint may have been published meanwhile, or one expired.
+            chosen = load.engine.ranks.on_coordinator(
+                "choose a checkpoint", lambda: self._newest(passed_over)
+            )
+            if chosen is None and newest_error is not None:
+                # Complete checkpoints are there and none loads: to start afresh would hide it.
+                raise newest_error
+            if chosen is None:
+                if load.engine.ranks.is_coordinator:
+                    _log.info("fresh start: no complete checkpoint in %s", self.root)
+                return None
+            try:
+                return self._load(load, chosen)
+            except (CheckpointIncomplete, CheckpointCorrupt) as error:
+                newest_error = newest_error or error
+                passed_over.add(chosen.name)
+                if load.engine.ranks.is_coordinator:
+                    _log.warning("passed over %s: %s", chosen.name, " ".join(str(error).split()))
+                load = load.after_failure()
 
-    def _newest(self) -> Checkpoint | None:
-        for found in reversed(list_checkpoints(self.root)):
-            if found.fault is None:
-                return found
-            if not found.skippable:
-                # Written by a newer orlop: to go on from an older one would lose progress without a word.
-                raise found.fault
-            _log.warning("skipped %s: %s", found.path.name, found.fault.found)
-        _log.info("fresh start: no complete checkpoint in %s", self.root)
-        return None
+    def _newest(self, passed_over: set[str]) -> _Choice | None:
+        found = self._shelf.newest(passed_over)
+        return None if found is None else _chosen(found)
 
-    def _at(self, step: int) -> Checkpoint:
-        checkpoints = list_checkpoints(self.root)
-        for found in checkpoints:
-            if found.step == step:
-                if found.fault is not None:
-                    raise found.fault
-                return found
-        steps = [found.step for found in checkpoints if found.fault is None]
-        raise CheckpointNotFound(
-            f"There is no checkpoint of step {step}.",
-            where=str(self.path(step)),
-            found=f"steps {steps}" if steps else "no complete checkpoint",
-            todo="choose a step that is there (`orlop ls` lists them)",
+    def _load(self, load: _Load, chosen: _Choice) -> Resumed:
+        path = self.root / chosen.name
+        shown = (
+            self._shelf.root.reading(chosen.name)
+            if load.engine.ranks.is_coordinator
+            else contextlib.nullcontext()
         )
-
-    def _make_room(self, step: int) -> None:
-        for stray in publish.find_strays(self.root):
-            if self._is_ours(stray):
-                _log.info("removing %s, left by a process that is dead", stray.name)
-                files.remove_tree(stray)
-        for found in list_checkpoints(self.root):
-            if found.step != step:
-                continue
-            if not found.skippable:
-                raise publish.exists_error(found.path)
-            # A resume passed over it, so training comes to this step again and must be able to save it.
-            aside = publish.set_aside(found.path)
-            _log.warning("%s was not complete; it is now %s", found.path.name, aside.name)
-
-    def _is_ours(self, path: Path) -> bool:
-        unpublished = catalog.parse_unpublished(path.name)
-        return unpublished is not None and catalog.parse_step(unpublished.final) is not None
-
-    def _expire(self, published: int) -> None:
         try:
-            checkpoints = {found.step: found for found in list_checkpoints(self.root) if found.fault is None}
-            for step in catalog.expired(
-                checkpoints.keys(), published=published, keep_last=self.keep_last, keep_every=self.keep_every
-            ):
-                publish.retire(checkpoints[step].path)
-        except OSError as error:
-            # The new checkpoint stands: training must not end over an old one that could not be removed.
-            _log.warning("could not remove an expired checkpoint in %s: %s", self.root, error)
+            with shown:
+                if load.policy.verify_first:
+                    load.engine.ranks.on_coordinator(f"verify {chosen.name}", lambda: require_sound(path))
+                report = resume_checkpoint(
+                    load.engine,
+                    path,
+                    load_states=load.load_states,
+                    load_args=load.load_args,
+                    policy=load.policy,
+                    is_auto=True,
+                )
+        except (CheckpointIncomplete, CheckpointCorrupt):
+            self._shelf.damaged.add(chosen.name)
+            raise
+        self._shelf.damaged.discard(chosen.name)
+        return Resumed(step=chosen.step, path=path, report=report)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def torch_version() -> str:
     """Torch's own version string, for example ``2.13.0+cpu``."""
     return str(torch.__version__)
+
+
+def torch_release() -> tuple[int, int]:
+    """Torch's major and minor version, to compare with: the text "2.10" sorts before "2.9"."""
+    major, minor = torch_version().split(".")[:2]
+    return int(major), int(minor)
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
@@ -197,7 +204,7 @@ def unflatten_state_dict(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any,
 
 
 def own_loading(module: torch.nn.Module) -> str | None:
-    """Why this module's values must go through its own ``load_state_dict``; None when filling them in place is the same.
+    """Why this module's values must go through its own ``load_state_dict``; None if filling them in place is the same.
 
     Looks at ``_load_state_dict_pre_hooks`` and ``_load_from_state_dict``; torch's own hooks (FSDP2's, the checkpoint
     wrapper's) only reshard or rename, and don't count.
@@ -236,13 +243,161 @@ def fire_load_post_hooks(module: torch.nn.Module) -> None:
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where this rank's part of a DTensor lies in the global tensor: (offsets, sizes); all of a plain tensor.
 
-    ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``.
+    Torch's own ``compute_local_shape_and_global_offset`` is wrong in 2.6 where one axis is sharded twice, in 2.9 for
+    uneven strided shards, and gave an empty part the offset of a real one. Here an empty part stands at the end of its
+    axis. For axes in `strided_axes` no box is right, and it must not be used.
     """
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return (0,) * tensor.ndim, (0,) * tensor.ndim
+    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
+    cuts, _ = _cuts(tensor)
+    for mesh_dim, axis in cuts:
+        # As `torch.chunk`: equal parts, the last ones shorter or empty.
+        part = -(-sizes[axis] // tensor.device_mesh.size(mesh_dim))
+        first = min(part * coordinate[mesh_dim], sizes[axis])
+        offsets[axis] += first
+        sizes[axis] = min(part, sizes[axis] - first)
+    ends = zip(offsets, sizes, tensor.shape)
+    return tuple(offset if size else extent for offset, size, extent in ends), tuple(sizes)
 
-    sizes, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
+
+def _cuts(tensor: DTensor) -> tuple[list[tuple[int, int]], set[int]]:
+    """Which mesh dimension cuts which axis, in order; and the axes that end up interleaved.
+
+    ``_StridedShard`` is how FSDP over tensor parallelism cuts what the later mesh dimensions have left: then its
+    ``split_factor`` is their number of parts. With another factor a rank holds several pieces.
+    """
+    order: list[tuple[int, int]] = []
+    interleaved: set[int] = set()
+    parts: dict[int, int] = {}
+    for mesh_dim, placement in reversed(list(enumerate(tensor.placements))):
+        axis = getattr(placement, "dim", None)
+        if axis is None:
+            continue
+        factor, later = getattr(placement, "split_factor", None), parts.get(axis, 1)
+        if factor is None:
+            order.insert(0, (mesh_dim, axis))
+        else:
+            order.append((mesh_dim, axis))
+            if factor != later:
+                interleaved.add(axis)
+        parts[axis] = later * tensor.device_mesh.size(mesh_dim)
+    return order, interleaved
+
+
+def write_item_at(item: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+    """A DCP ``WriteItem`` of a DTensor's part, with the box that it really is (see `local_box`)."""
+    data = item.tensor_data
+    chunk = dataclasses.replace(data.chunk, offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    return dataclasses.replace(
+        item,
+        index=dataclasses.replace(item.index, offset=torch.Size(offsets)),
+        tensor_data=dataclasses.replace(data, chunk=chunk),
     )
-    return tuple(offsets), tuple(sizes)
+
+
+def read_items_at(key: str, stored: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Any]:
+    """DCP's ``ReadItem`` list that fills a DTensor's part, which is that box (``planner_helpers``)."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    return list(create_read_items_for_chunk_list(key, stored, [chunk]))
+
+
+def storage_info(path: str, offset: int, nbytes: int, transforms: tuple[str, ...] = ()) -> Any:
+    """DCP's note of where a record stands (``torch.distributed.checkpoint.filesystem._StorageInfo``)."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    # Left out where there are none, as torch does: older readers don't know the field.
+    more = {"transform_descriptors": list(transforms)} if transforms else {}
+    return _StorageInfo(path, offset, nbytes, **more)
+
+
+def storage_prefix(prefix: str) -> Any:
+    """What tells a rank how to name its files (``torch.distributed.checkpoint.filesystem._StoragePrefix``)."""
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
+
+    return _StoragePrefix(prefix)
+
+
+def dcp_metadata(version: str | None, **fields: Any) -> Any:
+    """DCP's ``Metadata``; `version` only where this torch has that field."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    if "version" in {field.name for field in dataclasses.fields(Metadata)}:
+        fields["version"] = version
+    return Metadata(**fields)
+
+
+def decoded_stream(stream: Any, transforms: tuple[str, ...]) -> Any:
+    """A record's bytes with its transforms undone (``torch.distributed.checkpoint._extension``, from 2.7)."""
+    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+    for extension in ExtensionRegistry().from_descriptor_list(transforms):
+        if isinstance(extension, StreamTransformExtension):
+            stream = extension.transform_from(stream)
+    return stream
+
+
+def strided_axes(tensor: DTensor) -> dict[int, torch.Tensor]:
+    """For each axis that is interleaved: the global indices of this rank's elements along it, in their order.
+
+    Found by cutting a list of indices as torch cuts the tensor: ``_split_tensor`` of each placement, in mesh order.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return {}
+    _, interleaved = _cuts(tensor)
+    found: dict[int, torch.Tensor] = {}
+    for axis in interleaved:
+        indices = torch.arange(tensor.shape[axis])
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if getattr(placement, "dim", None) == axis:
+                cut: Any = type(placement)
+                on_one_axis = cut(0, **_split_factor(placement))
+                parts, _ = on_one_axis._split_tensor(
+                    indices, tensor.device_mesh.size(mesh_dim), with_padding=False, contiguous=False
+                )
+                indices = parts[coordinate[mesh_dim]]
+        found[axis] = indices
+    return found
+
+
+def _split_factor(placement: Any) -> dict[str, int]:
+    return {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+
+
+def has_default_order(tensor: DTensor) -> bool:
+    """Whether the placements were applied in mesh order; from 2.10 on a spec may carry another ``shard_order``."""
+    order = getattr(tensor._spec, "shard_order", None)
+    default = getattr(type(tensor._spec), "compute_default_shard_order", None)
+    return order is None or default is None or order == default(tensor.placements)
+
+
+# -- versions of optimizers ------------------------------------------------------------------------------------------
+
+
+def values_before_options(optimizer: Optimizer) -> dict[str, Any]:
+    """Options that torch's classes got over time, each with the value by which the class does what it did before."""
+    is_adamw = isinstance(optimizer, torch.optim.AdamW)
+    return {"maximize": False, "decoupled_weight_decay": is_adamw}
+
+
+def rebuild_tensor(
+    storage: Any, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype | None
+) -> tuple[Any, tuple[Any, ...]]:
+    """What a pickle of `torch.save` says of a plain tensor: the function that loads it, and its arguments.
+
+    Args:
+        storage: What stands for its storage in the pickle.
+        sizes: Its shape.
+        strides: In elements.
+        dtype: None where the storage's own class tells it.
+    """
+    if dtype is None:
+        return torch._utils._rebuild_tensor_v2, (storage, 0, sizes, strides, False, OrderedDict())
+    return torch._utils._rebuild_tensor_v3, (storage, 0, sizes, strides, False, OrderedDict(), dtype)

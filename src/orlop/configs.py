@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import nn
 
 from orlop.optim.swap import SwapAdamW
 from orlop.phases import is_rank_zero
+from orlop.store.objects import locate
 
 _log = logging.getLogger("orlop")
 _NAMES_IN_A_LOG_LINE = 5
@@ -95,7 +96,8 @@ class LoadCheckpointConfig(_Config):
     at its first step over all of `total_steps`.
 
     Attributes:
-        checkpoint_path: A checkpoint's directory; None starts from nothing.
+        checkpoint_path: A checkpoint's directory, or its address in an object store (`s3://...`); None starts from
+            nothing.
         load_optimizer_states: False gives every parameter a fresh optimizer's state.
         load_optimizer_args: False keeps the live hyperparameters (lr, betas, ...) of every group.
         load_dataset: False starts the data from the beginning.
@@ -103,11 +105,19 @@ class LoadCheckpointConfig(_Config):
             beginning.
     """
 
-    checkpoint_path: Path | None = None
+    checkpoint_path: Path | str | None = None
     load_optimizer_states: bool = True
     load_optimizer_args: bool = True
     load_dataset: bool = True
     load_scheduler: bool = True
+
+    @field_validator("checkpoint_path", mode="before")
+    @classmethod
+    def _locate(cls, value: object) -> object:
+        if not isinstance(value, (str, Path)):
+            return value
+        location = locate(value)
+        return location if isinstance(location, Path) else str(location)
 
     @property
     def skip_parts(self) -> frozenset[str]:

@@ -7,7 +7,9 @@
     │  ├─ CheckpointIncomplete    partial directory, missing file, uncovered box
     │  ├─ CheckpointCorrupt       checksum, truncation, unreadable record
     │  ├─ CheckpointUnsafe        content outside the allow-list; names the global
-    │  └─ CheckpointMismatch      (ValueError too) keys, shapes, dtypes, groups differ from the live objects
+    │  ├─ CheckpointMismatch      (ValueError too) keys, shapes, dtypes, groups differ from the live objects
+    │  ├─ RootNotShared           a rank doesn't see the directory that the coordinator made
+    │  └─ StorageFull             the checkpoint needs more space than there is; nothing was written
     ├─ HostMemoryError            (MemoryError too) the arena is larger than this host can give
     ├─ OptimizerRefused           (TypeError too)  a class, option, parameter or gradient orlop can't step exactly
     ├─ ParameterReplaced          (RuntimeError too) the model's parameters are not the optimizer's any more
@@ -99,6 +101,14 @@ class CheckpointUnsafe(CheckpointError):
 
 class CheckpointMismatch(CheckpointError, ValueError):
     """Keys, shapes, dtypes or groups differ from the live objects; nothing was changed."""
+
+
+class RootNotShared(CheckpointError):
+    """A rank doesn't see the directory that the coordinator made for the checkpoint; nothing was saved."""
+
+
+class StorageFull(CheckpointError):
+    """The checkpoint needs more space than its file system has left; nothing was written or removed."""
 
 
 class HostMemoryError(OrlopError, MemoryError):

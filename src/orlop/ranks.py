@@ -10,7 +10,11 @@ whether or not its block failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -26,6 +30,8 @@ from orlop.errors import OrlopError, RankFailed
 __all__ = ["Ranks"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("orlop")
 
 # The default group is held weakly: a destroyed group must not live on here until the interpreter exits.
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -141,20 +147,18 @@ class Ranks:
         if isinstance(raised, (KeyboardInterrupt, SystemExit)):
             raise raised
         if failures:
-            raise _as_error(what, failures, self.world_size) from raised
+            # Every rank says the one cause in one error; its tracebacks are for those who turn on debugging.
+            raise _as_error(what, failures, self.world_size) from None
 
     def _exchange(self, what: str, raised: BaseException | None) -> dict[int, _Failure]:
         mine = {} if raised is None else _failures(raised, self.rank)
+        if raised is not None:
+            _log.debug("rank %d could not %s", self.rank, what, exc_info=raised)
         try:
             everyone = self.gather(mine)
         except Exception as error:
-            # A failed gather is final: the peer is gone, and this group with it.
-            raise RankFailed(
-                f"a rank went away; could not {what}",
-                where=f"seen on rank {self.rank}",
-                found=_one_line(raised if raised is not None else error),
-                todo="restart all ranks",
-            ) from (raised if raised is not None else error)
+            # A failed gather is final: the peer is gone or stuck, and this group with it.
+            raise _lost_rank(what, self.rank, raised if raised is not None else error) from None
         merged: dict[int, _Failure] = {}
         for failures in everyone:
             for rank, failure in failures.items():
@@ -175,11 +179,11 @@ def _control_group() -> dist.ProcessGroup:
 def _failures(raised: BaseException, rank: int) -> dict[int, _Failure]:
     # Torch's CheckpointException carries the causes of all ranks, and every rank raises it.
     if isinstance(raised, CheckpointException) and raised.failures:
-        return {at: _failure(wrapped[0]) for at, wrapped in raised.failures.items()}
-    return {rank: _failure(raised)}
+        return {at: _failure(*wrapped) for at, wrapped in raised.failures.items()}
+    return {rank: _failure(raised, traceback.extract_tb(raised.__traceback__))}
 
 
-def _failure(raised: BaseException) -> _Failure:
+def _failure(raised: BaseException, frames: Iterable[traceback.FrameSummary]) -> _Failure:
     if isinstance(raised, OrlopError):
         return _Failure(
             kind=type(raised).__name__,
@@ -189,7 +193,25 @@ def _failure(raised: BaseException) -> _Failure:
             found=raised.found,
             todo=raised.todo,
         )
-    return _Failure(kind="", what=_one_line(raised))
+    return _Failure(kind="", what=_one_line(raised) + _place(frames))
+
+
+def _lost_rank(what: str, rank: int, seen: BaseException) -> RankFailed:
+    cause = _one_line(seen)
+    stuck = re.search(r"timed? ?out", cause, re.IGNORECASE) is not None
+    story = "a rank did not answer within the group's timeout" if stuck else "a rank went away"
+    return RankFailed(
+        f"{story}; could not {what}",
+        where=f"seen on rank {rank}",
+        found=cause,
+        todo="look at the other ranks' logs for the one that died or hangs, and restart all ranks",
+    )
+
+
+def _place(frames: Iterable[traceback.FrameSummary]) -> str:
+    """Where it was raised, since no traceback is shown: ` (filesystem.py:861 in read_data)`."""
+    last = next(reversed(list(frames)), None)
+    return "" if last is None else f" ({os.path.basename(last.filename)}:{last.lineno} in {last.name})"
 
 
 def _one_line(raised: BaseException) -> str:

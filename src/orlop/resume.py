@@ -18,26 +18,39 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from orlop import compat
-from orlop.dcp.planner import FlatLoadPlanner, ReadMetadataOnce
-from orlop.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
+from orlop.dcp.layout import local_box
+from orlop.dcp.planner import FlatLoadPlanner
+from orlop.dcp.reader import Reader, ReadReport
+from orlop.dcp.storage import ReadMetadataOnce
+from orlop.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from orlop.phases import phase
 from orlop.ranks import Ranks
-from orlop.state.absence import LoadPolicy, Stored, stored_leaves
+from orlop.state.absence import Stored, stored_leaves
 from orlop.state.agreement import union_groups
-from orlop.state.expectation import Expectation, Options, expect, merge_claims
+from orlop.state.expectation import Expectation, expect, merge_claims
+from orlop.state.facts import compare_facts
 from orlop.state.parts import Live
 from orlop.state.plain import digest
-from orlop.state.report import Finding, LoadReport, require_no_faults
+from orlop.state.policy import LoadPolicy, Options
+from orlop.state.report import Finding, LoadReport, Verdict, name_ranks, require_no_faults
+from orlop.store.manifest import Manifest
+from orlop.store.objects import directory_at
 
 __all__ = ["LoadPolicy", "LoadReport", "resume_checkpoint"]
 
 _log = logging.getLogger("orlop")
 _SHOWN = 5
+_NOTABLE: tuple[tuple[Verdict, str], ...] = (
+    ("absent", "parameters have no state in the checkpoint and start with a fresh optimizer's state"),
+    ("fresh", "optimizers are not in the checkpoint, which holds weights only, and start with fresh state"),
+    ("kept", "leaves are not in the checkpoint and keep their live values"),
+    ("reset", "parameters' damaged state was reset to a fresh optimizer's"),
+    ("merged", "parameters' scalars differed by rank when saved and are the largest of them now"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +58,25 @@ class _Source:
     """An opened checkpoint: its reader, and what its metadata says."""
 
     place: str
-    reader: StorageReader
+    reader: ReadMetadataOnce
     metadata: Metadata
     stored: Mapping[str, Stored]
+    manifest: Manifest | None
+    report: ReadReport | None  # of orlop's own reader
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What tells this checkpoint from another one of the same model: for people, and for comparing."""
+        note = self.manifest
+        text = "no manifest" if note is None else f"step {note.step}, of {note.created.isoformat()}"
+        content = None if note is None else note.model_dump_json()
+        return text, digest([content, getattr(self.metadata.storage_meta, "save_id", None), len(self.stored)])
+
+    def require_files(self, fills: Mapping[str, Tensor]) -> None:
+        """Raise, before anything live changes, when a file that the fills need is not there, or too short."""
+        reader = self.reader.wrapped
+        if isinstance(reader, Reader):
+            reader.require_present(self.metadata, {key: local_box(key, fill) for key, fill in fills.items()})
 
 
 def resume_checkpoint(
@@ -59,6 +88,7 @@ def resume_checkpoint(
     policy: LoadPolicy | None = None,
     storage_reader: StorageReader | None = None,
     key_prefix: str = "",
+    is_auto: bool = False,
 ) -> LoadReport:
     """Load a DCP checkpoint into the engine's live objects, in place; collective.
 
@@ -66,10 +96,11 @@ def resume_checkpoint(
         engine: Whose objects.
         path: The checkpoint's directory. Unused with `storage_reader`.
         load_states: False gives every parameter a fresh optimizer's state; saved state is not read.
-        load_args: False keeps the live hyperparameters; saved groups are not read.
+        load_args: False keeps the live hyperparameters; what differs is only listed.
         policy: What may differ; by default nothing.
         storage_reader: Reads the checkpoint instead of torch's file system reader.
         key_prefix: What was put before every key at the save.
+        is_auto: Nobody chose this checkpoint: a run goes on by itself, and not from weights only.
 
     Returns:
         What was found and done on this rank.
@@ -82,53 +113,95 @@ def resume_checkpoint(
     """
     ranks = engine.ranks
     options = Options(
-        load_states=load_states, load_args=load_args, policy=policy or LoadPolicy(), key_prefix=key_prefix
+        load_states=load_states,
+        load_args=load_args,
+        policy=policy or LoadPolicy(),
+        key_prefix=key_prefix,
+        is_auto=is_auto,
     )
     with phase("load") as measured:
         with ranks.together("look at the checkpoint"):
             source = _open(path, storage_reader)
-            expected = expect(engine, source.stored, options)
+            expected = expect(engine, source.stored, source.manifest, options)
+        _require_one_checkpoint(source, ranks)
         if load_args:
             _share_group_names(expected, ranks)
         small = _read(source, expected.small_leaves(), ranks, "read the checkpoint's plain data")
+        if load_states and not load_args:
+            small |= _read_if_possible(source, expected.optional_leaves(), ranks)
         with ranks.together("compare the checkpoint with the live objects"):
             expected.decide(small, source.metadata.planner_data)
         findings = _agree(expected, ranks, source.place)
         _announce(findings, ranks)
         _fill_and_install(engine, source, expected, small)
+    read = source.report
     return LoadReport(
         findings=tuple(findings),
         differences=tuple(expected.differences),
         seconds=measured.seconds,
         bytes_needed=sum(_bytes(tensor) for tensor in expected.fills.values()),
+        bytes_read=source.reader.bytes_read if read is None else read.bytes_read,
+        unchecked={} if read is None else dict(read.unchecked),
+        fallbacks={} if read is None else dict(read.fallbacks),
+        facts=compare_facts(engine, source.manifest),
     )
 
 
 def _open(path: str | os.PathLike[str], storage_reader: StorageReader | None) -> _Source:
     place = os.fspath(path)
-    reader = storage_reader if storage_reader is not None else FileSystemReader(path)
+    reader = storage_reader if storage_reader is not None else Reader(directory_at(path), allow_gaps=True)
     try:
         metadata = reader.read_metadata()
+    except CheckpointNotFound:
+        raise
     except FileNotFoundError as error:
-        if storage_reader is None and os.path.isdir(path):
-            raise CheckpointIncomplete("its .metadata is missing", where=place, found=str(error)) from error
         raise CheckpointNotFound("there is no checkpoint", where=place, found=str(error)) from error
     except (pickle.UnpicklingError, EOFError) as error:
         raise CheckpointCorrupt("its .metadata can't be read", where=place, found=str(error)) from error
-    return _Source(place=place, reader=reader, metadata=metadata, stored=stored_leaves(metadata))
+    return _Source(
+        place=place,
+        reader=ReadMetadataOnce(reader, metadata),
+        metadata=metadata,
+        stored=stored_leaves(metadata),
+        manifest=reader.manifest if isinstance(reader, Reader) else None,
+        report=reader.report if isinstance(reader, Reader) else None,
+    )
+
+
+def _require_one_checkpoint(source: _Source, ranks: Ranks) -> None:
+    """Every rank opened the same checkpoint: nodes with disks of their own may have another step under one path."""
+    everyone = ranks.gather(source.identity)
+    for rank, identity in enumerate(everyone):
+        if identity != everyone[0]:
+            raise CheckpointMismatch(
+                "ranks see different checkpoints; nothing was changed",
+                where=f"rank {rank}: {source.place}",
+                expected=f"as on rank 0: {everyone[0][0]}",
+                found=identity[0],
+                todo="give every node the same checkpoint, whole, or a file system that they share",
+            )
 
 
 def _read(source: _Source, leaves: dict[str, Any], ranks: Ranks, what: str) -> dict[str, Any]:
     """Fill tensors in place and replace other values by what the checkpoint holds; returns the same dict."""
     with ranks.together(what), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="torch.distributed is .*single process")
         dcp.load(
             leaves,
-            storage_reader=ReadMetadataOnce(source.reader, source.metadata),
+            storage_reader=source.reader,
             planner=FlatLoadPlanner(),
             process_group=ranks.group,
         )
     return leaves
+
+
+def _read_if_possible(source: _Source, leaves: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Leaves that only the report needs; what can't be read is no fault. Alike on every rank."""
+    try:
+        return _read(source, leaves, ranks, "read what the report compares")
+    except CheckpointError as error:
+        _log.info("the report does not compare hyperparameters: %s", error.what)
+        return {}
 
 
 def _share_group_names(expected: Expectation, ranks: Ranks) -> None:
@@ -144,31 +217,43 @@ def _agree(expected: Expectation, ranks: Ranks, place: str) -> list[Finding]:
     """All ranks' faults are every rank's; what no rank takes is unexpected; returns this rank's findings."""
     everyone = ranks.gather((expected.faults(), expected.claims()))
     stray = expected.check_unclaimed(merge_claims(claims for _, claims in everyone))
-    require_no_faults([*(fault for faults, _ in everyone for fault in faults), *stray], place)
+    require_no_faults([*name_ranks([faults for faults, _ in everyone]), *stray], place)
     return [*expected.findings, *stray]
 
 
 def _announce(findings: list[Finding], ranks: Ranks) -> None:
-    if not ranks.is_coordinator:
-        return
-    for verdict, text in (
-        ("absent", "parameters have no state in the checkpoint and start with a fresh optimizer's state"),
-        ("kept", "leaves are not in the checkpoint and keep their live values"),
-        ("reset", "parameters' damaged state was reset to a fresh optimizer's"),
-    ):
-        leaves = [finding.leaf for finding in findings if finding.verdict == verdict]
-        if leaves:
-            more = ", …" if len(leaves) > _SHOWN else ""
-            _log.warning("%d %s: %s%s", len(leaves), text, ", ".join(leaves[:_SHOWN]), more)
+    """One warning for all ranks together, with counts and a few names."""
+    notable = {verdict: [f.leaf for f in findings if f.verdict == verdict] for verdict, _ in _NOTABLE}
+    if not ranks.equal(digest(notable)):
+        # Pipeline stages have different parameters.
+        everyone = ranks.gather(notable)
+        notable = {
+            verdict: list(dict.fromkeys(leaf for theirs in everyone for leaf in theirs[verdict]))
+            for verdict in notable
+        }
+    texts = [
+        f"{len(leaves)} {text}: {', '.join(leaves[:_SHOWN])}" + (", …" if len(leaves) > _SHOWN else "")
+        for verdict, text in _NOTABLE
+        if (leaves := notable[verdict])
+    ]
+    if texts and ranks.is_coordinator:
+        _log.warning("%s", "; ".join(texts))
 
 
 def _fill_and_install(engine: Live, source: _Source, expected: Expectation, small: Mapping[str, Any]) -> None:
+    with engine.ranks.together("look at the checkpoint's files"):
+        source.require_files(expected.fills)
     reason = f"loading {source.place} failed half-way"
     engine.invalidate(reason)
     _read(source, dict(expected.fills), engine.ranks, "read the checkpoint's tensors")
-    with engine.ranks.together("install what was loaded"):
-        expected.install(engine, small)
-        engine.mark_ready()
+    try:
+        with engine.ranks.together("install what was loaded"):
+            expected.install(engine, small)
+    except BaseException:
+        # On this rank all may be in place, and the optimizers ready: the run as a whole is not.
+        engine.invalidate(reason)
+        raise
+    engine.mark_ready()
 
 
 def _bytes(tensor: Tensor) -> int:

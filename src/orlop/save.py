@@ -16,23 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
 from orlop import compat
+from orlop.dcp.layout import describe_meshes
 from orlop.dcp.planner import FlatSavePlanner
+from orlop.dcp.storage import AliasingWriter
+from orlop.dcp.writer import Writer
+from orlop.errors import CheckpointMismatch
 from orlop.phases import phase
 from orlop.ranks import Ranks
-from orlop.state.agreement import Collected, agree
+from orlop.state.agreement import Collected, Layout, SaveOptions, agree
 from orlop.state.fingerprint import Fingerprint, fingerprint_leaves
 from orlop.state.parts import Live, collect
-from orlop.store import files, publish
-from orlop.store.manifest import MANIFEST_NAME, Manifest, write_manifest
+from orlop.state.stock import class_name
+from orlop.store.manifest import Manifest
+from orlop.store.objects import Url, locate
+from orlop.store.pending import Pending, begin, pending_at
 
 __all__ = ["save_checkpoint"]
 
 _log = logging.getLogger("orlop")
+_SHOWN = 5
 
 
 def save_checkpoint(
@@ -41,19 +47,26 @@ def save_checkpoint(
     *,
     save_optimizer: bool = True,
     include_frozen: bool = True,
+    optimizer_layout: Layout = "nested",
+    materialize_absent: bool = False,
     step: int | None = None,
     storage_writer: StorageWriter | None = None,
     key_prefix: str = "",
     fingerprint: bool = False,
-    on_partial: Callable[[Path], None] | None = None,
+    on_partial: Callable[[Path | Url], None] | None = None,
 ) -> None:
     """Save the engine's parts as one DCP checkpoint; collective.
 
     Args:
         engine: Whose parts.
-        path: The checkpoint's directory. It appears whole or not at all. Unused with `storage_writer`.
+        path: The checkpoint's directory, or its address in an object store (`s3://...`). It appears whole or not at
+            all. Unused with `storage_writer`.
         save_optimizer: Whether optimizer state and groups are saved.
         include_frozen: Whether parameters that don't train are saved.
+        optimizer_layout: How torch nests the optimizer's values: `nested` in groups, or `flattened` by parameter, as
+            torchtitan does. Both are read back alike.
+        materialize_absent: Whether parameters that never stepped get initial state in the file, for readers whose
+            template expects some. orlop still resumes them as never stepped.
         step: The training step, for the manifest.
         storage_writer: Writes the checkpoint instead; then there is no manifest and no renaming.
         key_prefix: Put before every key.
@@ -62,6 +75,11 @@ def save_checkpoint(
 
     Raises:
         CheckpointExists: `path` holds something already.
+        CheckpointIncomplete: The ranks together do not hold all of a tensor.
+        CheckpointMismatch: Ranks disagree about a tensor, a part of one is not one box, or state that differs by rank
+            can't be recorded.
+        RootNotShared: A rank doesn't see the directory that the coordinator made for the checkpoint.
+        StorageFull: There is not enough space for it; nothing was written.
         StateNotReady: A load failed half-way and none has succeeded since.
         OrlopError: On every rank, when any rank failed.
     """
@@ -70,70 +88,99 @@ def save_checkpoint(
         with ranks.together("collect the parts"):
             engine.require_ready()
             local = collect(engine, save_optimizer=save_optimizer, include_frozen=include_frozen)
-        collected = agree(local, ranks, key_prefix)
+        options = SaveOptions(
+            key_prefix=key_prefix, layout=optimizer_layout, materialize_absent=materialize_absent
+        )
+        collected = agree(local, ranks, options, engine.optimizers)
         digests = fingerprint_leaves(collected, ranks) if fingerprint else None
     with phase("save"):
         if storage_writer is not None:
+            _require_even(collected)
             _write(collected, storage_writer, ranks)
             return
-        manifest = _describe(engine, collected, step, digests)
-        _write_and_publish(collected, Path(path), manifest, ranks, on_partial)
+        manifest = _describe(engine, collected, step, digests, key_prefix)
+        _write_and_publish(collected, locate(path), manifest, ranks, on_partial)
+
+
+def _require_even(collected: Collected) -> None:
+    """Without a manifest there is no place for what differs by rank. Alike on every rank."""
+    if collected.uneven:
+        names = [f"{label}.state.{fqn}" for label, fqns in collected.uneven.items() for fqn in fqns]
+        raise CheckpointMismatch(
+            f"{len(names)} parameters have state on some ranks only, or other scalars on each; only the manifest "
+            "records that, and a storage writer of one's own makes no manifest",
+            where=", ".join(names[:_SHOWN]),
+            todo="save to a directory, or step the optimizer on all ranks alike",
+        )
 
 
 def _write_and_publish(
     collected: Collected,
-    final: Path,
+    final: Path | Url,
     manifest: Manifest,
     ranks: Ranks,
-    on_partial: Callable[[Path], None] | None,
+    on_partial: Callable[[Path | Url], None] | None,
 ) -> None:
-    partial = ranks.on_coordinator("begin a checkpoint", lambda: publish.begin_partial(final))
+    signature = ranks.on_coordinator("begin a checkpoint", lambda: begin(final))
+    pending = pending_at(final, signature)
     try:
+        with ranks.together("see the checkpoint's directory"):
+            pending.require_visible()
         if on_partial is not None:
             with ranks.together("announce the partial directory"):
-                on_partial(partial)
-        _write(collected, FileSystemWriter(partial, thread_count=1), ranks)
+                on_partial(pending.path)
+        writer = Writer(pending.directory)
+        _write(collected, writer, ranks, pending.require_space)
 
         def finish() -> None:
-            sizes = {name: size for name, size in files.file_sizes(partial).items() if name != MANIFEST_NAME}
-            write_manifest(partial, manifest.model_copy(update={"files": sizes}))
-            publish.publish(partial, final)
+            pending.publish(manifest.model_copy(update={"digests": writer.digests}))
 
         ranks.on_coordinator("publish the checkpoint", finish)
     except BaseException:
         # Every rank is here: `together` raised on all of them.
         if ranks.is_coordinator:
-            _discard(partial)
+            _discard(pending)
         raise
 
 
-def _discard(partial: Path) -> None:
+def _discard(pending: Pending) -> None:
     try:
-        if partial.exists():
-            publish.discard(partial)
-    except OSError as error:
+        pending.discard()
+    except Exception as error:
         # The save's own failure is what the caller must hear of; a later save sweeps what a dead one left.
-        _log.warning("could not remove %s: %s", partial, error)
+        _log.warning("could not remove %s: %s", pending.path, error)
 
 
-def _write(collected: Collected, writer: StorageWriter, ranks: Ranks) -> None:
+def _write(
+    collected: Collected,
+    writer: StorageWriter,
+    ranks: Ranks,
+    require_space: Callable[[int], None] | None = None,
+) -> None:
     with ranks.together("write the checkpoint"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="torch.distributed is .*single process")
         dcp.save(
             collected.leaves,
-            storage_writer=writer,
-            planner=FlatSavePlanner(collected.paths),
+            storage_writer=AliasingWriter(writer, collected.aliases) if collected.aliases else writer,
+            planner=FlatSavePlanner(collected.paths, collected.aliases, require_space),
             process_group=ranks.group,
         )
 
 
-def _describe(engine: Live, collected: Collected, step: int | None, digests: Fingerprint | None) -> Manifest:
+def _describe(
+    engine: Live, collected: Collected, step: int | None, digests: Fingerprint | None, key_prefix: str
+) -> Manifest:
+    cut = len(key_prefix) + len("model.")
     values: dict[str, Any] = {
         "step": step,
         "torch_version": compat.torch_version(),
         "world_size": engine.ranks.world_size,
-        "optimizer_classes": {label: type(opt).__qualname__ for label, opt in _saved(engine, collected)},
+        "meshes": describe_meshes(engine.model.parameters()),
+        "optimizer_classes": {label: class_name(opt) for label, opt in _saved(engine, collected)},
         "absent": collected.absent,
+        "uneven": collected.uneven,
+        "left_out": collected.left_out,
+        "aliases": {alias[cut:]: key[cut:] for alias, key in collected.aliases.items()},
         "parts": collected.kinds,
         "fingerprint": None if digests is None else dict(digests.leaves),
     }

@@ -1,7 +1,7 @@
 """What tests of training code need, orlop's own and its users': real ranks in real processes.
 
-`run_ranks` starts one process per rank with a gloo group over all of them, and leaves none behind. Must not know
-what the ranks do.
+`run_ranks` starts one process per rank with a gloo group over all of them, and leaves none behind. `FaultyFiles` and
+`CrashLog` make the disk under a store fail or lose power. Must not know what the ranks do.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ import torch
 import torch.distributed as dist
 
 from orlop.errors import RankFailed
+from orlop.optim.conformance import check_link
+from orlop.optim.threads import ThreadLink
+from orlop.store.crashes import Crash, CrashLog
+from orlop.store.faults import FaultyFiles
+from orlop.store.operations import observed
 
-__all__ = ["run_ranks"]
+__all__ = ["Crash", "CrashLog", "FaultyFiles", "ThreadLink", "check_link", "observed", "run_ranks"]
 
 # How long ranks may still speak after the first of them failed, and what a stopping process gets before the kill.
 _GRACE_SECONDS = 5.0

@@ -28,6 +28,7 @@ from orlop.state.data import DataStream
 from orlop.state.progress import Progress
 from orlop.state.rng import RngState
 from orlop.store.metrics import MetricsLog, StepRecord
+from orlop.store.objects import Url
 
 if TYPE_CHECKING:
     from orlop.checkpoints import CheckpointStore
@@ -58,7 +59,8 @@ class Trainer:
         accumulate: Micro-batches per step, taken from `data` one by one.
         hooks: Called on every rank: `after_step(trainer, record)` and `after_publish(trainer, path)` where
             a hook has them; a hook that has neither is called after each step.
-        metrics_path: The file of records; `metrics.jsonl` in the store's root by default. Written by rank 0.
+        metrics_path: The file of records; `metrics.jsonl` in the store's root by default, but where that is an object
+            store it has to be given: objects can't be appended to. Written by rank 0.
         progress_bar: Whether rank 0 shows one, on a terminal.
 
     Attributes:
@@ -96,7 +98,7 @@ class Trainer:
         self.save_every = save_every
         self.accumulate = accumulate
         self.hooks = tuple(hooks)
-        self.metrics = MetricsLog(metrics_path or store.root / "metrics.jsonl")
+        self.metrics = MetricsLog(metrics_path or _metrics_path(store))
         self.data = DataStream(data)
         self.progress = Progress()
         self._start_from = resume or LoadCheckpointConfig()
@@ -140,7 +142,7 @@ class Trainer:
         if step >= self.total_steps:
             self._say("nothing to do: step %d of %d is done", step, self.total_steps)
 
-    def _start_elsewhere(self, path: Path) -> None:
+    def _start_elsewhere(self, path: Path | str) -> None:
         config = self._start_from
         schedule = _schedule(self.engine)
         self.engine.load_dcp(
@@ -189,7 +191,7 @@ class Trainer:
         path = self.store.save(self.engine, self.progress.step)
         self._call_hooks("after_publish", path)
 
-    def _call_hooks(self, name: str, what: StepRecord | Path) -> None:
+    def _call_hooks(self, name: str, what: StepRecord | Path | Url) -> None:
         for hook in self.hooks:
             method = getattr(hook, name, None)
             if method is not None:
@@ -200,6 +202,12 @@ class Trainer:
     def _say(self, text: str, *values: object) -> None:
         if self.engine.ranks.is_coordinator:
             _log.info(text, *values)
+
+
+def _metrics_path(store: CheckpointStore) -> Path:
+    if isinstance(store.root, Url):
+        raise ValueError(f"metrics can't be appended to in {store.root}: give a local metrics_path")
+    return store.root / "metrics.jsonl"
 
 
 def _add_parts(parts: MutableMapping[str, Any], own: Mapping[str, Any]) -> None:

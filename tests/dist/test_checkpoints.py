@@ -1,5 +1,6 @@
 """CheckpointStore on two real ranks: one choice for all, one error for all."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 import orlop
 from orlop.errors import CheckpointExists, CheckpointIncomplete, CheckpointNotFound, OrlopError
+from orlop.store import files, publish
 from orlop.testing import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -49,6 +51,8 @@ def save_and_resume(rank: int, root: Path) -> dict[str, Any]:
     earlier = store.resume(other, step=2)
     assert earlier is not None
     second = all(torch.equal(tensor, weights[2][name]) for name, tensor in other_model.state_dict().items())
+    # Only now has the coordinator taken away the sign that it reads.
+    engine.ranks.gather(None)
     return {
         "fresh": fresh,
         "steps": store.steps(),
@@ -101,3 +105,46 @@ def test_a_refusal_is_the_same_typed_error_on_both_ranks(tmp_path: Path) -> None
         "step-00000002",
         "step-00000009",
     ]
+
+
+# -- C22: what another node sees -----------------------------------------------------------------------------
+
+
+def save_into(rank: int, roots: list[Path]) -> tuple[str, str, list[int]]:
+    publish.VISIBLE_SECONDS = 0.3
+    _, engine = build()
+    store = orlop.CheckpointStore(roots[rank])
+    kind, text = error_of(lambda: store.save(engine, 1))
+    return kind, text, store.steps()
+
+
+def test_c22_a_root_that_is_not_shared_is_named_at_the_first_save(tmp_path: Path) -> None:
+    roots = [tmp_path / "node0" / "run", tmp_path / "node0" / "run", tmp_path / "node1" / "run"]
+    for kind, text, steps in run_ranks(save_into, 3, roots):
+        assert kind == "RootNotShared"
+        assert "rank 2" in text
+        assert socket.gethostname() in text
+        assert str(roots[2]) in text
+        assert steps == []
+    assert list(roots[0].iterdir()) == []
+    assert not roots[2].exists()
+
+
+def save_late(rank: int, root: Path) -> list[int]:
+    """This node's client shows a new directory only after a while."""
+    see, looks = files.is_directory, []
+
+    def slow(path: Path) -> bool:
+        looks.append(path)
+        return len(looks) > 3 * rank and see(path)
+
+    files.is_directory = slow  # type: ignore[assignment]
+    _, engine = build()
+    store = orlop.CheckpointStore(root)
+    store.save(engine, 1)
+    assert len(looks) == 3 * rank + 1
+    return store.steps()
+
+
+def test_c22_ranks_wait_until_they_see_the_directory(tmp_path: Path) -> None:
+    assert run_ranks(save_late, 4, tmp_path / "run") == [[1]] * 4

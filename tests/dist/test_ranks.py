@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import traceback
 
 import pytest
 import torch.distributed as dist
@@ -44,7 +45,9 @@ def _outcome(block):
     try:
         block()
     except BaseException as error:
-        return type(error).__name__, str(error), type(error.__cause__).__name__
+        shown = "".join(traceback.format_exception(error))
+        assert shown.count("Traceback (most recent call last)") == 1  # no chain, on no rank
+        return type(error).__name__, str(error), type(error.__context__).__name__
     return "passed", "", ""
 
 

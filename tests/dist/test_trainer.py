@@ -107,6 +107,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list, dict[str
     return run_ranks(_train, WORLD, tmp_path_factory.mktemp("whole"), None, 0, 0.05)
 
 
+@pytest.mark.fsdp
 def test_resumed_equals_uninterrupted(whole: list, tmp_path: Path) -> None:
     first = run_ranks(_train, WORLD, tmp_path, 4, 0, 0.05)  # saved at 3, `late` still absent
     second = run_ranks(_train, WORLD, tmp_path, 7, 55, 9.0)  # saved at 6, `late` one step behind the others
@@ -178,6 +179,7 @@ def _train_until_told(rank: int, root: Path) -> tuple[bool, int, list[int]]:
     return trainer.run(), trainer.progress.step, trainer.store.steps()
 
 
+@pytest.mark.fsdp
 def test_sigterm_on_rank_1_ends_all_ranks_at_the_same_step(whole: list, tmp_path: Path) -> None:
     assert run_ranks(_train_until_told, WORLD, tmp_path) == [(False, 5, [3, 5])] * WORLD
     assert len(_lines(tmp_path)) == 5

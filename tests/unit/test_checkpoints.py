@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,16 @@ import pytest
 
 from orlop import checkpoints
 from orlop.checkpoints import CheckpointStore
-from orlop.errors import CheckpointError, CheckpointExists, CheckpointIncomplete, CheckpointNotFound
+from orlop.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointIncomplete,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    StateNotReady,
+)
+from orlop.resume import LoadPolicy
 from orlop.store import files, publish
 from orlop.store.catalog import unpublished_name
 from orlop.store.manifest import Manifest, write_manifest
@@ -28,8 +38,14 @@ class OneRank:
         return act() if self.is_coordinator else self.heard
 
 
-def engine(**ranks: Any) -> Any:
-    return SimpleNamespace(ranks=OneRank(**ranks))
+def engine(failures: dict[str, Exception] | None = None, ready: bool = True, **ranks: Any) -> Any:
+    """`failures`: what loading the checkpoint of that name raises; `ready`: whether it does so before touching."""
+
+    def require_ready() -> None:
+        if not ready:
+            raise StateNotReady("half old, half new")
+
+    return SimpleNamespace(ranks=OneRank(**ranks), failures=failures or {}, require_ready=require_ready)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +63,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def fake_resume(engine: Any, path: Path, **options: Any) -> str:
         calls.append({"path": path, **options})
+        error = engine.failures.get(path.name)
+        if error is not None:
+            raise error
         return "report"
 
     monkeypatch.setattr(checkpoints, "save_checkpoint", fake_save)
@@ -227,11 +246,166 @@ def test_a_checkpoint_of_a_newer_orlop_is_not_passed_over(
 
 def test_other_ranks_take_what_the_coordinator_chose(tmp_path: Path, loads: list[dict[str, Any]]) -> None:
     # This node's listing is behind: it shows nothing. It must follow all the same.
-    resumed = CheckpointStore(tmp_path).resume(engine(is_coordinator=False, heard=(10, "step-10")))
+    resumed = CheckpointStore(tmp_path).resume(
+        engine(is_coordinator=False, heard=SimpleNamespace(step=10, name="step-10"))
+    )
     assert resumed is not None
     assert (resumed.step, resumed.path) == (10, tmp_path / "step-10")
     assert CheckpointStore(tmp_path).resume(engine(is_coordinator=False, heard=None)) is None
     assert len(loads) == 1
+
+
+CORRUPT = CheckpointCorrupt("A checksum is wrong.", where="step-00000020/__0_0.distcp: model.weight")
+
+
+def three(root: Path, **options: Any) -> CheckpointStore:
+    store = CheckpointStore(root, **options)
+    for step in (5, 10, 20):
+        store.save(engine(), step)
+    return store
+
+
+def test_one_that_proves_damaged_while_it_is_read_is_passed_over_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loads: list[dict[str, Any]]
+) -> None:
+    store = three(tmp_path)
+    before = content(tmp_path)
+    missing = CheckpointIncomplete("A file is missing.", where="step-00000010")
+    with caplog.at_level(logging.INFO):
+        resumed = store.resume(engine({"step-00000020": CORRUPT, "step-00000010": missing}))
+    assert resumed is not None
+    assert resumed.step == 5
+    assert [call["path"].name for call in loads] == ["step-00000020", "step-00000010", "step-00000005"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "step-00000020" in first
+    assert "model.weight" in first
+    assert "A file is missing" in second
+    assert content(tmp_path) == before
+
+
+def test_when_no_checkpoint_loads_the_newest_ones_error_is_raised_and_nothing_starts_afresh(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = three(tmp_path)
+    older = CheckpointIncomplete("A file is missing.", where="an older one")
+    failures = {"step-00000020": CORRUPT, "step-00000010": older, "step-00000005": older}
+    with caplog.at_level(logging.INFO), pytest.raises(CheckpointCorrupt) as caught:
+        store.resume(engine(failures))
+    assert caught.value.where == CORRUPT.where
+    assert "fresh start" not in caplog.text
+
+
+def test_a_step_that_was_asked_for_and_is_damaged_raises(tmp_path: Path, loads: list[dict[str, Any]]) -> None:
+    store = three(tmp_path)
+    with pytest.raises(CheckpointCorrupt) as caught:
+        store.resume(engine({"step-00000020": CORRUPT}), step=20)
+    assert caught.value.where == CORRUPT.where
+    assert [call["path"].name for call in loads] == ["step-00000020"]
+
+
+def test_one_that_does_not_fit_is_never_passed_over(tmp_path: Path, loads: list[dict[str, Any]]) -> None:
+    mismatch = CheckpointMismatch("Shapes differ.", where="model.weight")
+    with pytest.raises(CheckpointMismatch, match=r"model\.weight"):
+        three(tmp_path).resume(engine({"step-00000020": mismatch}))
+    assert len(loads) == 1
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_after_a_load_that_broke_off_half_way_no_live_value_is_kept(
+    tmp_path: Path, loads: list[dict[str, Any]], ready: bool
+) -> None:
+    policy = LoadPolicy(allow_missing=True, cast_dtypes=True)
+    three(tmp_path).resume(engine({"step-00000020": CORRUPT}, ready=ready), policy=policy)
+    first, second = (call["policy"] for call in loads)
+    assert first == policy
+    assert second == LoadPolicy(allow_missing=ready, cast_dtypes=True)
+
+
+def test_training_that_comes_to_a_damaged_step_again_can_save_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = three(tmp_path)
+    store.resume(engine({"step-00000020": CORRUPT}))
+    store.save(engine(), 20)
+    assert store.steps() == [5, 10, 20]
+    aside = [name for name in names(tmp_path) if name.startswith("step-00000020.damaged-")]
+    assert len(aside) == 1
+    assert aside[0] in caplog.text
+    # What was written anew is a checkpoint like any other.
+    with pytest.raises(CheckpointExists):
+        store.save(engine(), 20)
+
+
+def test_a_damaged_one_does_not_take_the_place_of_one_that_loads(tmp_path: Path) -> None:
+    store = three(tmp_path, keep_last=2)
+    assert store.steps() == [10, 20]
+    store.resume(engine({"step-00000020": CORRUPT}))
+    store.save(engine(), 11)
+    assert store.steps() == [10, 11, 20]
+
+
+def test_nothing_expires_when_what_was_just_saved_does_not_verify(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    store.save(engine(), 10)
+    save = checkpoints.save_checkpoint
+
+    def lose_a_file(engine: Any, path: Path, **options: Any) -> None:
+        save(engine, path, **options)
+        (path / "__0_0.distcp").unlink()
+
+    monkeypatch.setattr(checkpoints, "save_checkpoint", lose_a_file)
+    store.save(engine(), 20)
+    assert store.steps() == [10]
+    assert "does not verify" in caplog.text
+
+
+# -- what is being read stays ----------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_being_read_expires_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    store.save(engine(), 10)
+    resume = checkpoints.resume_checkpoint
+
+    def save_meanwhile(engine_: Any, path: Path, **options: Any) -> Any:
+        CheckpointStore(tmp_path, keep_last=1).save(engine(), 20)
+        assert store.steps() == [10, 20]
+        return resume(engine_, path, **options)
+
+    monkeypatch.setattr(checkpoints, "resume_checkpoint", save_meanwhile)
+    resumed = store.resume(engine())
+    assert resumed is not None
+    assert resumed.step == 10
+    store.save(engine(), 30)
+    assert names(tmp_path) == ["step-00000030"]
+
+
+def test_a_dead_reader_holds_nothing_back_and_leaves_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    store.save(engine(), 10)
+    # This process's own id, but not one of its readers: a process of an earlier container.
+    host, name = socket.gethostname(), "step-00000010"
+    (tmp_path / unpublished_name(name, kind="reading", host=host, pid=os.getpid(), token="00ff00ff")).mkdir()
+    store.save(engine(), 20)
+    assert names(tmp_path) == ["step-00000020"]
+
+
+def test_a_root_that_cannot_be_written_can_be_resumed_from(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(engine(), 10)
+
+    def refuse(operation: files.Operation) -> None:
+        raise PermissionError(30, "Read-only file system")
+
+    with files.observed(refuse):
+        resumed = store.resume(engine())
+    assert resumed is not None
+    assert resumed.step == 10
 
 
 # -- what a save leaves --------------------------------------------------------------------------------

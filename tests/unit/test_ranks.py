@@ -30,4 +30,5 @@ def test_torchs_checkpoint_exception_is_translated_to_its_first_real_cause():
 def test_a_foreign_error_becomes_rank_failed_and_keeps_its_cause():
     with pytest.raises(RankFailed, match="OSError: disk full") as caught, Ranks.create().together("write"):
         raise OSError("disk full")
-    assert isinstance(caught.value.__cause__, OSError)
+    assert isinstance(caught.value.__context__, OSError)  # for debuggers; no traceback shows it
+    assert caught.value.__suppress_context__

@@ -156,7 +156,7 @@ def test_a26_the_inventory_is_exact_and_the_manifest_names_the_absent(tmp_path):
     manifest = read_manifest(tmp_path / "x")
     assert manifest.absent == {"optimizer": ["unused.weight", "unused.bias"]}
     assert manifest.parts == {"scheduler": "replicated"}
-    assert manifest.optimizer_classes == {"optimizer": of_kind(torch.optim.AdamW).__name__}
+    assert manifest.optimizer_classes == {"optimizer": "AdamW"}
 
 
 def test_the_manifest_holds_the_fingerprint_that_was_asked_for(tmp_path):
@@ -166,7 +166,7 @@ def test_the_manifest_holds_the_fingerprint_that_was_asked_for(tmp_path):
     assert manifest.step == 7
     assert manifest.fingerprint == fingerprint(engine).leaves
     assert manifest.fingerprint.keys() == keys(tmp_path / "x")
-    assert manifest.files.keys() == {".metadata", "__0_0.distcp"}
+    assert manifest.files.keys() == {".metadata", "metadata.json", "__0_0.distcp", "__0_0.index.json"}
     before = fingerprint(engine)
     with torch.no_grad():
         engine.model.a.weight.view(-1)[0].nextafter_(torch.tensor(9.0))
@@ -596,7 +596,7 @@ def test_a_byte_leaf_that_runs_code_is_refused(tmp_path):
     before = snapshot(other)
     with pytest.raises(CheckpointUnsafe) as caught:
         other.load_dcp(tmp_path / "x")
-    assert caught.value.where == "scheduler"
+    assert caught.value.where == "scheduler in __0_0.distcp"
     assert (tmp_path / "victim").exists()
     assert_same(before, snapshot(other))
 
@@ -608,7 +608,7 @@ def test_no_checkpoint_is_not_found_and_half_of_one_is_incomplete(tmp_path):
     with pytest.raises(CheckpointIncomplete, match=r"\.metadata is missing"):
         make().load_dcp(tmp_path / "x")
     (tmp_path / "x" / ".metadata").write_bytes(b"")
-    with pytest.raises(CheckpointCorrupt, match=r"\.metadata can't be read"):
+    with pytest.raises(CheckpointCorrupt, match=r"\.metadata.* can't be read"):
         make().load_dcp(tmp_path / "x")
 
 
@@ -619,12 +619,12 @@ def test_missing_and_truncated_data_files_are_told_apart(tmp_path):
     other = make(seed=3)
     before = snapshot(other)
     data.write_bytes(whole[: len(whole) // 3])
-    with pytest.raises(CheckpointCorrupt, match="can't be read"):
+    with pytest.raises(CheckpointCorrupt, match="size that was written"):
         other.load_dcp(tmp_path / "x")
     data.unlink()
-    with pytest.raises(CheckpointIncomplete, match="file or record is missing") as caught:
+    with pytest.raises(CheckpointIncomplete, match="data file is missing") as caught:
         other.load_dcp(tmp_path / "x")
-    assert data.name in caught.value.found
+    assert data.name in caught.value.where
     assert_same(before, snapshot(other))
 
 
@@ -655,7 +655,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path):
     second = build(1)
     base = second.model.a.weight.clone()
     report = second.load_dcp(tmp_path / "x")
-    assert [finding.leaf for finding in report.of("kept")] == ["model.a.weight", "model.a.bias"]
+    assert [finding.leaf for finding in report.of("left out")] == ["model.a.weight", "model.a.bias"]
     assert [finding.leaf for finding in report.of("absent")] == [
         "optimizer.state.unused.weight",
         "optimizer.state.unused.bias",

@@ -1,16 +1,14 @@
 """Save and load planners: flat leaves in, torch's own DCP format out.
 
 Owns how orlop's flat dict of leaves meets `torch.distributed.checkpoint`: the save planner writes the paths by which
-torch unflattens a checkpoint; the load planner reads byte leaves as data only; `ReadMetadataOnce` hands DCP the
-metadata that was read for the decision. Must not know what a leaf means.
+torch unflattens a checkpoint; the load planner reads byte leaves as data only. Must not know what a leaf means.
 """
 
 from __future__ import annotations
 
-import inspect
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,14 +17,17 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 
-from orlop.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointUnsafe
+from orlop import compat
+from orlop.dcp.boxes import Box
+from orlop.dcp.coverage import require_whole
+from orlop.dcp.layout import local_box
+from orlop.errors import CheckpointCorrupt, CheckpointUnsafe
 
-__all__ = ["FlatLoadPlanner", "FlatSavePlanner", "ReadMetadataOnce"]
+__all__ = ["FlatLoadPlanner", "FlatSavePlanner"]
 
 Path = tuple[Any, ...]
 
@@ -36,11 +37,21 @@ class FlatSavePlanner(DefaultSavePlanner):
 
     Args:
         paths: For each key of the dict, its path in the nested form; `dcp_to_torch_save` and its like rely on it.
+        aliases: Keys of tied leaves, each with the key that is saved: both read the same bytes.
+        require_space: Called on the coordinator, before a byte is written, with the bytes that all ranks are going to
+            write (byte leaves, of unknown size, are not in it); it may refuse by raising.
     """
 
-    def __init__(self, paths: Mapping[str, Path]) -> None:
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        aliases: Mapping[str, str] | None = None,
+        require_space: Callable[[int], None] | None = None,
+    ) -> None:
         super().__init__()
         self._paths = dict(paths)
+        self._aliases = dict(aliases or {})
+        self._require_space = require_space
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -49,6 +60,59 @@ class FlatSavePlanner(DefaultSavePlanner):
         self.state_dict = state_dict
         self.mappings = self._paths
         self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """As torch's, once it is proven that each tensor's part is one box.
+
+        Raises:
+            CheckpointMismatch: A part is strided or interleaved; torch would write it as if it were not.
+        """
+        boxes = {key: local_box(key, value) for key, value in self.state_dict.items() if _is_sharded(value)}
+        plan = super().create_local_plan()
+        items = [
+            item if (box := boxes.get(item.index.fqn)) is None else compat.write_item_at(item, *_bounds(box))
+            for item in plan.items
+        ]
+        placed: SavePlan = compat.replace(plan, items=items)
+        self.plan = placed
+        return placed
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As torch's; here it is known what is written once and by which rank, so here space is asked for.
+
+        Raises:
+            CheckpointIncomplete: Some region of a tensor is on no rank, or on several with different bounds.
+            CheckpointMismatch: Ranks disagree about a tensor's shape or dtype.
+        """
+        require_whole(all_plans)
+        plans, metadata = super().create_global_plan(all_plans)
+        for alias, key in self._aliases.items():
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+            if metadata.planner_data is not None:
+                metadata.planner_data[alias] = _path_of_alias(alias, key, metadata.planner_data[key])
+        if self._require_space is not None:
+            self._require_space(sum(_bytes(item) for plan in plans for item in plan.items))
+        return plans, metadata
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, DTensor)
+
+
+def _bounds(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return box.offsets, box.sizes
+
+
+def _path_of_alias(alias: str, key: str, path: Path) -> Path:
+    # `model.<fqn>`: all but the last level is the same.
+    above = key[: -len(str(path[-1]))]
+    return (*path[:-1], alias[len(above) :])
+
+
+def _bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
 class FlatLoadPlanner(DefaultLoadPlanner):
@@ -67,9 +131,16 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads: every leaf of the dict."""
+        """What this rank reads: every leaf of the dict; of sharded ones the box that is proven to be this rank's."""
         assert self.metadata is not None
-        return create_default_local_load_plan(self.state_dict, self.metadata, True)
+        stored, items, others = self.metadata.state_dict_metadata, [], {}
+        for key, value in self.state_dict.items():
+            if not _is_sharded(value) or not isinstance(stored.get(key), TensorStorageMetadata):
+                others[key] = value
+            elif compat.is_in_mesh(value):
+                items += compat.read_items_at(key, stored[key], *_bounds(local_box(key, value)))
+        plan: LoadPlan = create_default_local_load_plan(others, self.metadata, True)
+        return LoadPlan([*items, *plan.items])
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take one byte leaf.
@@ -90,69 +161,3 @@ class FlatLoadPlanner(DefaultLoadPlanner):
             ) from error
         except (RuntimeError, EOFError, OSError) as error:
             raise CheckpointCorrupt("a byte leaf can't be read", where=leaf, found=str(error)) from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
-
-
-class ReadMetadataOnce(StorageReader):
-    """A reader whose metadata is known: decision and loading see the same, and it is read only once."""
-
-    def __init__(self, reader: StorageReader, metadata: Metadata) -> None:
-        self._reader = reader
-        self._metadata = metadata
-
-    @property
-    def checkpoint_id(self) -> Any:
-        """What the wrapped reader reads."""
-        return getattr(self._reader, "checkpoint_id", None)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: the metadata at hand belongs to what was opened."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata at hand."""
-        return self._metadata
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """As the wrapped reader; older readers take no further arguments."""
-        takes_more = "kwargs" in inspect.signature(self._reader.set_up_storage_reader).parameters
-        self._reader.set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs if takes_more else {}))
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As the wrapped reader."""
-        return self._reader.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As the wrapped reader."""
-        return self._reader.prepare_global_plan(plans)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As the wrapped reader.
-
-        Raises:
-            CheckpointIncomplete: A file, or a record that the metadata promises, is not there.
-            CheckpointCorrupt: A record can't be read.
-        """
-        try:
-            return self._reader.read_data(plan, planner)
-        except (FileNotFoundError, KeyError) as error:
-            raise CheckpointIncomplete(
-                "a file or record is missing", where=self._place, found=str(error)
-            ) from error
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            if _is_out_of_memory(error):
-                raise
-            raise CheckpointCorrupt("a record can't be read", where=self._place, found=str(error)) from error
-
-    @property
-    def _place(self) -> str | None:
-        return None if self.checkpoint_id is None else str(self.checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whatever the wrapped reader took."""
-        return True

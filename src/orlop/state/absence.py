@@ -1,4 +1,4 @@
-"""Absent, partly present, missing, unexpected: what each leaf that is expected here is in the checkpoint.
+"""Absent, lost, partly present, uncovered: what each leaf that is expected here is in the checkpoint.
 
 Owns the rules. Pure: it takes what the live objects expect and what the checkpoint's metadata says, and gives findings
 and the leaves to read. Must not know live objects, files or ranks.
@@ -6,50 +6,34 @@ and the leaves to read. Must not know live objects, files or ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from orlop.dcp.boxes import Box, overlap, tiling_fault
+from orlop.dcp.layout import local_box, uncovered
+from orlop.state.policy import LoadPolicy
 from orlop.state.report import Finding, Verdict
 
 __all__ = [
-    "LoadPolicy",
     "Stored",
     "Wanted",
     "WantedState",
     "check_state",
     "check_tensor",
-    "check_unclaimed",
     "is_lossless",
+    "reset_if_allowed",
     "state_index",
     "stored_leaves",
 ]
 
 _SHOWN = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPolicy:
-    """What a load may tolerate; by default nothing.
-
-    Attributes:
-        allow_missing: Leaves of the model and parts that the checkpoint lacks keep their live value.
-        allow_unexpected: Leaves of the model and optimizers that nothing here takes are ignored.
-        cast_dtypes: Values may be cast to a dtype that can't hold them all.
-        reset_damaged: FQN patterns (`layers.*`) of parameters whose damaged state is reset to a fresh one.
-        skip_parts: Parts (`scheduler`, `rng`, …) that are neither expected nor loaded.
-    """
-
-    allow_missing: bool = False
-    allow_unexpected: bool = False
-    cast_dtypes: bool = False
-    reset_damaged: tuple[str, ...] = ()
-    skip_parts: frozenset[str] = frozenset()
+_DAMAGE = frozenset({"partial", "lost", "uneven", "uncovered", "shape", "kind"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +43,12 @@ class Stored:
     Attributes:
         shape: The global shape; None for a byte leaf.
         dtype: None for a byte leaf.
-        chunks: The boxes that files hold, as (offsets, sizes).
+        chunks: The boxes that files hold.
     """
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
-    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    chunks: tuple[Box, ...] = ()
 
     @property
     def is_bytes(self) -> bool:
@@ -74,10 +58,26 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A tensor that is to be filled: its global shape and dtype."""
+    """A tensor that is to be filled.
+
+    Attributes:
+        shape: Its global shape.
+        dtype: Its dtype.
+        box: The region that this rank needs; None for all of it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    box: Box | None = None
+
+    @classmethod
+    def of(cls, leaf: str, tensor: Tensor) -> Wanted:
+        """What filling `tensor` takes.
+
+        Raises:
+            CheckpointMismatch: This rank's part of it is not one box.
+        """
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, box=local_box(leaf, tensor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def _stored(entry: Any) -> Stored:
     return Stored(
         shape=tuple(entry.size),
         dtype=entry.properties.dtype,
-        chunks=tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks),
+        chunks=tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks),
     )
 
 
@@ -147,8 +147,8 @@ def check_tensor(leaf: str, wanted: Wanted, stored: Stored, policy: LoadPolicy) 
     if stored.shape is None or stored.dtype is None:
         return Finding(verdict="kind", leaf=leaf, detail="expected a tensor, found plain data")
     if stored.shape != wanted.shape:
-        return Finding(verdict="shape", leaf=leaf, detail=f"expected {wanted.shape}, found {stored.shape}")
-    if gap := _gap(stored):
+        return Finding(verdict="shape", leaf=leaf, detail=_other_shape(wanted, stored))
+    if gap := _gap(wanted, stored):
         return Finding(verdict="uncovered", leaf=leaf, detail=gap)
     if stored.dtype == wanted.dtype:
         return Finding(verdict="loaded", leaf=leaf)
@@ -158,18 +158,30 @@ def check_tensor(leaf: str, wanted: Wanted, stored: Stored, policy: LoadPolicy) 
     return Finding(verdict="cast" if policy.cast_dtypes else "dtype", leaf=leaf, detail=change)
 
 
-def _gap(stored: Stored) -> str:
+def _other_shape(wanted: Wanted, stored: Stored) -> str:
+    detail = f"expected {wanted.shape}, found {stored.shape}"
+    if wanted.box is not None and stored.shape == wanted.box.sizes and len(stored.chunks) == 1:
+        detail += (
+            ": that is the shape of one rank's shard; it was saved as a plain tensor rather than a DTensor, and the "
+            "other ranks' shards are not in the checkpoint"
+        )
+    return detail
+
+
+def _gap(wanted: Wanted, stored: Stored) -> str:
+    """Why the region that is needed is not covered exactly once; empty when it is."""
     assert stored.shape is not None
-    total = math.prod(stored.shape)
-    held = 0
-    for offsets, sizes in stored.chunks:
-        if len(offsets) != len(stored.shape) or any(
-            offset < 0 or size < 0 or offset + size > extent
-            for offset, size, extent in zip(offsets, sizes, stored.shape)
-        ):
-            return f"a chunk at {offsets} of {sizes} lies outside the tensor of {stored.shape}"
-        held += math.prod(sizes)
-    return "" if held == total else f"files hold {held:,} of its {total:,} elements"
+    fault = tiling_fault(stored.shape, stored.chunks)
+    if fault is None:
+        return ""
+    need = wanted.box if wanted.box is not None else Box((0,) * len(stored.shape), stored.shape)
+    holes = uncovered(need, stored.chunks)
+    if not holes:
+        # What is wrong may be wrong with other ranks' regions only.
+        held = sum(common.volume for chunk in stored.chunks if (common := overlap(need, chunk)) is not None)
+        return "" if fault.kind != "outside" and held == need.volume else fault.text
+    shown = "; ".join(f"{hole.sizes} at {hole.offsets}" for hole in holes[:_SHOWN])
+    return f"{fault.text}; not covered: {shown}" + ("; …" if len(holes) > _SHOWN else "")
 
 
 def check_state(
@@ -179,6 +191,8 @@ def check_state(
     stored: Mapping[str, Stored],
     values: Mapping[str, Any],
     policy: LoadPolicy,
+    *,
+    is_lost: bool = False,
 ) -> StateVerdict:
     """What becomes of one parameter's optimizer state: loaded, absent, or at fault.
 
@@ -189,8 +203,14 @@ def check_state(
         stored: All leaves of the checkpoint.
         values: The content of byte leaves that were read already, by key.
         policy: What may be tolerated.
+        is_lost: Whether the checkpoint's own record says that there was state, if none is there.
     """
     name = next((name for name in wanted.names if name in index), None)
+    if name is None and is_lost:
+        detail = "it had state when it was saved, and nothing of that is there"
+        lost = Finding(verdict="lost", leaf=f"{prefix}{wanted.names[0]}", detail=detail)
+        found = reset_if_allowed(wanted.names[0], prefix, [lost], policy).findings
+        return StateVerdict(name=None, findings=found)
     if name is None:
         absent = [Finding(verdict="absent", leaf=f"{prefix}{wanted.names[0]}")]
         return StateVerdict(name=None, findings=absent if wanted.is_stateful else [])
@@ -203,10 +223,17 @@ def check_state(
         right = stored[f"{base}.{key}"].is_bytes
         detail = "" if right else "expected a number, found a tensor"
         found.append(Finding(verdict="loaded" if right else "kind", leaf=f"{base}.{key}", detail=detail))
-    damaged = [finding for finding in found if finding.verdict in ("partial", "uncovered", "shape", "kind")]
+    return reset_if_allowed(name, prefix, found, policy)
+
+
+def reset_if_allowed(name: str, prefix: str, found: list[Finding], policy: LoadPolicy) -> StateVerdict:
+    """One parameter's findings, or a reset where they are of damage and the policy names the parameter."""
+    damaged = [finding for finding in found if finding.verdict in _DAMAGE]
     if damaged and any(fnmatchcase(name, pattern) for pattern in policy.reset_damaged):
         detail = "; ".join(map(str, damaged[:_SHOWN]))
-        return StateVerdict(name=None, findings=[Finding(verdict="reset", leaf=base, detail=detail)])
+        return StateVerdict(
+            name=None, findings=[Finding(verdict="reset", leaf=f"{prefix}{name}", detail=detail)]
+        )
     return StateVerdict(name=name, findings=found)
 
 
@@ -225,23 +252,3 @@ def _check_keys(
         verdict: Verdict = "ignored" if nothing or policy.allow_unexpected else "unexpected"
         found.append(Finding(verdict=verdict, leaf=leaf, detail=f"expected only {sorted(expected)}"))
     return found
-
-
-def check_unclaimed(
-    what: str, unclaimed: Collection[str], total: int, expected: Collection[str], policy: LoadPolicy
-) -> list[Finding]:
-    """Findings for stored names that no rank takes.
-
-    Args:
-        what: The prefix that they stand under: `model.` or `optimizer.state.`.
-        unclaimed: The names.
-        total: How many names the checkpoint has under that prefix.
-        expected: The names that are expected here.
-        policy: What may be tolerated.
-    """
-    if what.endswith(".state.") and unclaimed and len(unclaimed) == total and expected:
-        here, there = sorted(expected)[:_SHOWN], sorted(unclaimed)[:_SHOWN]
-        detail = f"no parameter name matches: here {here}, in the checkpoint {there}"
-        return [Finding(verdict="layout", leaf=what.rstrip("."), detail=detail)]
-    verdict: Verdict = "ignored" if policy.allow_unexpected else "unexpected"
-    return [Finding(verdict=verdict, leaf=f"{what}{name}") for name in sorted(unclaimed)]

@@ -6,20 +6,53 @@ Must not know files or storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch.optim import Optimizer
+
 from orlop import compat
-from orlop.errors import CheckpointIncomplete, CheckpointMismatch
+from orlop.dcp.layout import describe_layout, local_box
+from orlop.errors import CheckpointMismatch
 from orlop.ranks import Ranks
+from orlop.state.initial import initial_state
 from orlop.state.parts import LocalParts
 from orlop.state.plain import digest
+from orlop.state.uneven import (
+    Holding,
+    Told,
+    check_replicas,
+    find_uneven,
+    lacks_writer,
+    record_uneven,
+)
+from orlop.store.manifest import UnevenState
 
-__all__ = ["Collected", "PartKind", "agree", "find_part", "union_groups"]
+__all__ = [
+    "Collected",
+    "Layout",
+    "PartKind",
+    "SaveOptions",
+    "agree",
+    "find_part",
+    "part_slots",
+    "union_groups",
+]
 
+Layout = Literal["nested", "flattened"]
 PartKind = Literal["replicated", "per_rank"]
-_SHOWN = 5
+_SLOT = re.compile(r"\.rank_\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How a save was asked for; see `save_checkpoint`."""
+
+    key_prefix: str = ""
+    layout: Layout = "nested"
+    materialize_absent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +62,19 @@ class Collected:
     Attributes:
         leaves: This rank's leaves, by key; live tensors and plain data.
         paths: The nested path of each key.
-        absent: For each optimizer the FQNs that never stepped on any rank.
+        absent: For each optimizer the FQNs that have no state on any rank.
+        uneven: For each optimizer the parameters whose state differs by rank.
+        left_out: The FQNs of the model that are not saved.
+        aliases: Keys of tied entries, each with the key that its bytes are saved under; all ranks'.
         kinds: For each plain part whether it is one for all ranks.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     absent: dict[str, list[str]] = field(default_factory=dict)
+    uneven: dict[str, dict[str, UnevenState]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, PartKind] = field(default_factory=dict)
 
     def add(self, path: tuple[Any, ...], value: Any) -> None:
@@ -46,42 +85,145 @@ class Collected:
         self.leaves[key], self.paths[key] = value, path
 
 
-def agree(local: LocalParts, ranks: Ranks, key_prefix: str) -> Collected:
+def agree(
+    local: LocalParts,
+    ranks: Ranks,
+    options: SaveOptions,
+    optimizers: Mapping[str, Optimizer],
+) -> Collected:
     """What ranks save together: one set of leaves, absence by name, plain parts once or per rank. Collective.
 
+    Args:
+        local: This rank's parts.
+        ranks: Who agrees.
+        options: How the save was asked for.
+        optimizers: This rank's optimizers, for the initial state of parameters without any.
+
     Raises:
-        CheckpointIncomplete: A sharded parameter has state on some ranks only.
-        CheckpointMismatch: Ranks have different numbers of param groups, or two leaves have one key.
+        CheckpointMismatch: Ranks have different numbers of param groups, different state for one part of a
+            parameter, or two leaves have one key.
     """
     digests = {name: digest(data) for name, data in local.data.items()}
     everyones_data = ranks.gather(digests)
-    names = {label: [list(group["params"]) for group in groups] for label, groups in local.groups.items()}
-    mine = (names, local.stepped, local.absent, local.sharded)
+    mine = Told(
+        names={label: [list(group["params"]) for group in groups] for label, groups in local.groups.items()},
+        stepped=local.stepped,
+        absent=local.absent,
+        aliases=local.aliases,
+        left_out=local.left_out,
+    )
     # Ranks nearly always agree; only where they don't do the lists of names travel.
-    same = ranks.equal(digest([names, local.stepped, local.absent]))
-    everyone = [mine] if same else ranks.gather(mine)
+    everyone = [mine] if ranks.equal(digest(mine.plain())) else ranks.gather(mine)
+    places = find_uneven(everyone)
+    with ranks.together("look at what differs by rank"):
+        holding = _hold(local, places)
+    holdings = ranks.gather(holding) if places else []
     with ranks.together("lay out the leaves"):
-        names = union_groups(each[0] for each in everyone)
-        collected = Collected(absent=_union_absent([each[1:] for each in everyone]))
+        check_replicas(places, everyone, holdings)
+        collected = _describe(everyone, record_uneven(places, everyone, holdings), options.key_prefix)
         for path, value in local.tensors.items():
-            collected.add((key_prefix + path[0], *path[1:]), value)
-        _add_groups(collected, local, names, key_prefix)
+            collected.add(_state_path(path, options), value)
+        for place in places:
+            if lacks_writer(place, ranks.rank, everyone, holdings):
+                _add_initial(collected, local, place, options, optimizers, whole=False)
+        if options.materialize_absent:
+            for label, fqns in local.absent.items():
+                nowhere = frozenset(collected.absent[label])
+                for fqn in (fqn for fqn in fqns if fqn in nowhere):
+                    _add_initial(collected, local, (label, fqn), options, optimizers, whole=True)
+        _add_groups(collected, local, union_groups(told.names for told in everyone), options)
         for name, data in local.data.items():
-            one = all(other.get(name) == digests[name] for other in everyones_data)
+            alike = all(other.get(name) == digests[name] for other in everyones_data)
+            one = alike and name not in local.per_rank
             collected.kinds[name] = "replicated" if one else "per_rank"
             slot = () if one else (f"rank_{ranks.rank}",)
-            collected.add((key_prefix + name, *slot), data)
+            collected.add((options.key_prefix + name, *slot), data)
     return collected
 
 
+def _describe(
+    everyone: Sequence[Told], uneven: dict[str, dict[str, UnevenState]], key_prefix: str
+) -> Collected:
+    """What ranks know together, before any leaf."""
+    stepped = {(label, fqn) for told in everyone for label, fqns in told.stepped.items() for fqn in fqns}
+    absent: dict[str, dict[str, None]] = {}
+    for told in everyone:
+        for label, fqns in told.absent.items():
+            nowhere = (fqn for fqn in fqns if (label, fqn) not in stepped)
+            absent.setdefault(label, {}).update(dict.fromkeys(nowhere))
+    aliases = {alias: fqn for told in everyone for alias, fqn in told.aliases.items()}
+    return Collected(
+        absent={label: list(fqns) for label, fqns in absent.items()},
+        uneven=uneven,
+        left_out=list(dict.fromkeys(fqn for told in everyone for fqn in told.left_out)),
+        aliases={f"{key_prefix}model.{alias}": f"{key_prefix}model.{fqn}" for alias, fqn in aliases.items()},
+    )
+
+
+def _hold(local: LocalParts, places: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Holding]:
+    holding: dict[tuple[str, str], Holding] = {}
+    for label, fqn in places:
+        if fqn in local.stepped.get(label, {}) or fqn in local.absent.get(label, []):
+            param = local.params[fqn]
+            holding[label, fqn] = Holding(box=local_box(fqn, param), layout=describe_layout(param))
+    return holding
+
+
+def _state_path(path: tuple[Any, ...], options: SaveOptions) -> tuple[Any, ...]:
+    """Torch's flattened layout has one level below the optimizer; the key is the same in both."""
+    first, *rest = path
+    if options.layout == "flattened" and rest[0] == "state":
+        rest = [".".join(map(str, rest))]
+    return (options.key_prefix + first, *rest)
+
+
+def _add_initial(
+    collected: Collected,
+    local: LocalParts,
+    place: tuple[str, str],
+    options: SaveOptions,
+    optimizers: Mapping[str, Optimizer],
+    *,
+    whole: bool,
+) -> None:
+    """Add the state that the class starts from: all of it, or only what is spread over ranks like the parameter."""
+    label, fqn = place
+    param = local.params[fqn]
+    state = initial_state(optimizers[label], param)
+    if whole and (not state.is_exact or not param.requires_grad):
+        # Zeros would not be what a first step starts from; and torch's own getter expects no state of frozen ones.
+        return
+    values = {**state.elementwise, **state.others} if whole else state.elementwise
+    for key, value in values.items():
+        collected.add(_state_path((label, "state", fqn, key), options), value)
+
+
 def _add_groups(
-    collected: Collected, local: LocalParts, names: Mapping[str, list[list[str]]], key_prefix: str
+    collected: Collected, local: LocalParts, names: Mapping[str, list[list[str]]], options: SaveOptions
 ) -> None:
     for label, groups in local.groups.items():
         named = [{**group, "params": fqns} for group, fqns in zip(groups, names[label])]
-        flat, paths = compat.flatten_state_dict({key_prefix + label: {"param_groups": named}})
+        if options.layout == "flattened":
+            _add_flattened(collected, options.key_prefix + label, named)
+            continue
+        flat, paths = compat.flatten_state_dict({options.key_prefix + label: {"param_groups": named}})
         for key, value in flat.items():
             collected.add(paths[key], value)
+
+
+def _add_flattened(collected: Collected, label: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """The layout of `flatten_optimizer_state_dict=True`: every parameter has its group's values."""
+    for index, group in enumerate(groups):
+        if not group["params"]:
+            raise CheckpointMismatch(
+                "the flattened layout has no place for the values of a param group without parameters",
+                where=f"{label}, group {index}",
+                todo='save with optimizer_layout="nested", or drop the empty group',
+            )
+        for fqn in group["params"]:
+            for key, value in group.items():
+                if key != "params":
+                    collected.add((label, f"param_groups.{fqn}.{key}"), value)
 
 
 def union_groups(everyone: Iterable[Mapping[str, list[list[str]]]]) -> dict[str, list[list[str]]]:
@@ -106,34 +248,14 @@ def union_groups(everyone: Iterable[Mapping[str, list[list[str]]]]) -> dict[str,
     return {label: [list(names) for names in groups] for label, groups in union.items()}
 
 
-_Stepping = tuple[dict[str, list[str]], dict[str, list[str]], frozenset[str]]
-
-
-def _union_absent(everyone: list[_Stepping]) -> dict[str, list[str]]:
-    stepped = {
-        (label, fqn) for with_state, _, _ in everyone for label in with_state for fqn in with_state[label]
-    }
-    union: dict[str, dict[str, None]] = {}
-    for rank, (_, without, sharded) in enumerate(everyone):
-        for label, fqns in without.items():
-            torn = [fqn for fqn in fqns if fqn in sharded and (label, fqn) in stepped]
-            if torn:
-                raise CheckpointIncomplete(
-                    f"{len(torn)} sharded parameters have state on some ranks only: no file could hold all of it",
-                    where=f"{label}: rank {rank} lacks {', '.join(torn[:_SHOWN])}",
-                    todo="step the optimizer on all ranks that hold a shard of the parameter",
-                )
-            union.setdefault(label, {}).update(dict.fromkeys(f for f in fqns if (label, f) not in stepped))
-    return {label: list(fqns) for label, fqns in union.items()}
-
-
-def find_part(name: str, stored: Iterable[str], ranks: Ranks) -> tuple[str, ...]:
+def find_part(name: str, stored: Iterable[str], ranks: Ranks, *, per_rank: bool = False) -> tuple[str, ...]:
     """The keys that hold a plain part for this rank: one leaf, or the leaves of a nested dict that plain DCP wrote.
 
     Args:
         name: The part's name, with the key prefix.
         stored: All keys of the checkpoint.
         ranks: Which slot is this rank's.
+        per_rank: Whether each rank must have a slot of its own: what one rank saved is not another's.
 
     Returns:
         The keys; none when the checkpoint does not have the part.
@@ -141,22 +263,26 @@ def find_part(name: str, stored: Iterable[str], ranks: Ranks) -> tuple[str, ...]
     Raises:
         CheckpointMismatch: The part is one per rank, of another number of ranks.
     """
-    keys = set(stored)
-    if name in keys:
-        return (name,)
-    nested = sorted(key for key in keys if key.startswith(f"{name}."))
-    slots = [
-        key for key in nested if key[len(name) + 1 :].removeprefix("rank_").isdigit() and ".rank_" in key
-    ]
-    if not slots or len(slots) != len(nested):
-        return tuple(nested)
+    slots, others = part_slots(name, stored)
+    if not slots and not (others and per_rank and ranks.world_size > 1):
+        return others
     if len(slots) != ranks.world_size:
+        was = f"for each of {len(slots)} ranks" if slots else "once, by one of the ranks or for all"
         raise CheckpointMismatch(
-            f"the part {name!r} was saved for each of {len(slots)} ranks, and there are {ranks.world_size} now; "
-            "nothing was changed",
+            f"the part {name!r} was saved {was}, and there are {ranks.world_size} ranks now; nothing was changed",
             where=name,
             expected=f"{ranks.world_size} slots",
-            found=f"{len(slots)} slots",
+            found=f"{len(slots)} slots" if slots else "one leaf for all ranks",
             todo=f"skip it and start it afresh: LoadPolicy(skip_parts=frozenset({{{name!r}}}))",
         )
     return (f"{name}.rank_{ranks.rank}",)
+
+
+def part_slots(name: str, stored: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """A part's keys: its slots for each rank, else all keys that it has; the other of the two is empty."""
+    keys = set(stored)
+    if name in keys:
+        return (), (name,)
+    nested = tuple(sorted(key for key in keys if key.startswith(f"{name}.")))
+    slots = tuple(key for key in nested if _SLOT.fullmatch(key[len(name) :]))
+    return (slots, ()) if slots and len(slots) == len(nested) else ((), nested)

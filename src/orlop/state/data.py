@@ -30,7 +30,12 @@ class DataStream:
     Args:
         data: A rank's own batches, iterable once per epoch. Before an epoch its `set_epoch(epoch)`, or its
             sampler's, is called where there is one.
+
+    Attributes:
+        per_rank: Saved for each rank, even where all are at the same place: theirs are places in different data.
     """
+
+    per_rank = True
 
     def __init__(self, data: Iterable[Any]) -> None:
         self.data = data

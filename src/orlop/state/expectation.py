@@ -6,36 +6,30 @@ talk to other ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from orlop import compat
-from orlop.state.absence import LoadPolicy, Stored, Wanted, check_tensor, check_unclaimed, state_index
-from orlop.state.agreement import find_part
+from orlop.state.absence import Stored, state_index
+from orlop.state.agreement import find_part, part_slots
 from orlop.state.groups import path_below, permute_scheduler
-from orlop.state.model import ModelView, install, view_model
+from orlop.state.matching import check_unclaimed, nearest_prefix
+from orlop.state.model import view_model
 from orlop.state.names import require_all_named
 from orlop.state.optimizer import OptimizerLoad
-from orlop.state.parts import Live, plain_parts
+from orlop.state.parts import Live, is_per_rank, plain_parts
+from orlop.state.policy import Options
 from orlop.state.report import Finding, GroupDifference, faults
+from orlop.state.weights import ModelLoad, scratch
+from orlop.store.manifest import Manifest
 
 __all__ = ["Claims", "Expectation", "Options", "expect", "merge_claims"]
 
 _SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a load was asked for; see `resume_checkpoint`."""
-
-    load_states: bool
-    load_args: bool
-    policy: LoadPolicy
-    key_prefix: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +58,7 @@ class Expectation:
     """One load, seen from the live objects of this rank.
 
     Attributes:
+        manifest: What orlop recorded at the save; None for a checkpoint from elsewhere.
         fills: The tensors to fill, by key; final after `decide`.
         findings: What was found, leaf by leaf; final after `decide`.
         differences: The hyperparameters that will change; final after `decide`.
@@ -72,8 +67,8 @@ class Expectation:
 
     options: Options
     stored: Mapping[str, Stored]
-    view: ModelView
-    targets: dict[str, Tensor]
+    manifest: Manifest | None
+    model: ModelLoad
     optimizers: dict[str, OptimizerLoad]
     part_keys: dict[str, tuple[str, ...]]
     paths: Mapping[str, Sequence[Any]] | None = None
@@ -85,7 +80,7 @@ class Expectation:
     @property
     def model_prefix(self) -> str:
         """What every key of the model starts with."""
-        return f"{self.options.key_prefix}model."
+        return self.model.prefix
 
     def faults(self) -> list[Finding]:
         """The findings that this load can't go on with."""
@@ -95,13 +90,28 @@ class Expectation:
         """The leaves to read before deciding: plain data, and the groups' tensors; none of them live."""
         keys = [key for load in self.optimizers.values() for key in load.small_leaves()]
         keys += [key for found in self.part_keys.values() for key in found]
-        keys += [key for key in self.stored if self._is_model_data(key)]
-        return {key: _scratch(self.stored[key]) for key in keys}
+        keys += self.model.small_leaves()
+        return {key: scratch(self.stored[key]) for key in keys}
 
-    def _is_model_data(self, key: str) -> bool:
-        fqn = key.removeprefix(self.model_prefix)
-        wanted = fqn in self.view.entries or self.view.through is not None
-        return key.startswith(self.model_prefix) and self.stored[key].is_bytes and wanted
+    def optional_leaves(self) -> dict[str, Any]:
+        """Leaves that only tell more: the groups of which nothing is taken, to list what differs."""
+        keys = [key for load in self.optimizers.values() for key in load.group_leaves()]
+        return {key: scratch(self.stored[key]) for key in keys}
+
+    @property
+    def is_weights_only(self) -> bool:
+        """Whether the checkpoint has no optimizer at all: neither by name, nor state under some other name."""
+        if any(load.is_known for load in self.optimizers.values()):
+            return False
+        recorded = self.manifest.optimizer_classes if self.manifest is not None else {}
+        return not recorded and not any(".state." in key for key in self._strange_keys())
+
+    def _strange_keys(self) -> list[str]:
+        """The keys that belong to no part that is known here."""
+        known = [self.model_prefix, *(f"{load.label}." for load in self.optimizers.values())]
+        known += [f"{self.options.key_prefix}{name}." for name in self.part_keys]
+        exact = {f"{self.options.key_prefix}{name}" for name in self.part_keys}
+        return [key for key in self.stored if key not in exact and not key.startswith(tuple(known))]
 
     def decide(self, small: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None) -> None:
         """Classify every leaf and choose what to fill. Changes nothing live.
@@ -114,66 +124,60 @@ class Expectation:
             CheckpointMismatch: Param groups do not match.
         """
         self.paths = paths
-        self._decide_model()
+        self.model.decide()
+        self.findings += self.model.findings
+        self.fills.update(self.model.fills)
+        self.unclaimed[self.model_prefix] = self.model.unclaimed
+        if self.model.is_foreign:
+            # All other verdicts would only repeat it.
+            return
         for load in self.optimizers.values():
-            findings, differences, fills = load.decide(small, paths)
+            findings, differences, fills = load.decide(small, paths, is_weights_only=self.is_weights_only)
             self.findings += findings
             self.differences += differences
             self.fills.update({key: tensor for key, tensor in fills.items() if key in self.stored})
-            self.unclaimed[load.state_prefix] = load.unclaimed()
+            self.unclaimed[load.state.prefix] = load.state.unclaimed()
+        if self.is_weights_only and self.optimizers:
+            self._decide_weights_only()
         for name, keys in self.part_keys.items():
             self.findings.append(self._decide_part(name, keys))
+        self._decide_strangers()
 
-    def _decide_model(self) -> None:
-        mine = {
-            key.removeprefix(self.model_prefix) for key in self.stored if key.startswith(self.model_prefix)
-        }
-        frozen_saved = any(self.view.is_frozen(fqn) for fqn in mine)
-        for fqn in self.view.entries:
-            if fqn in mine:
-                self._decide_model_leaf(fqn)
-            elif not mine.intersection(self._aliases(fqn)) and self.view.through is None:
-                # A save with include_frozen=False has none of the frozen ones; some of them missing is a fault.
-                leave = self.options.policy.allow_missing or (self.view.is_frozen(fqn) and not frozen_saved)
-                self._find("kept" if leave else "missing", fqn)
-        strangers = mine - set(self.view.entries)
-        if self.view.through is not None:
-            detail = f"by load_state_dict: {self.view.through}"
-            self.findings.append(
-                Finding(verdict="through", leaf=self.model_prefix.rstrip("."), detail=detail)
-            )
-            self._fill_strangers(strangers)
-            strangers = set()
-        self.unclaimed[self.model_prefix] = frozenset(strangers)
+    def _decide_weights_only(self) -> None:
+        wants = self.options.load_states and not self.options.policy.allow_weights_only
+        if self.options.is_auto and wants:
+            detail = "the checkpoint has no optimizer, and a run that goes on with fresh state is another run"
+            leaf = ", ".join(load.label for load in self.optimizers.values())
+            self.findings.append(Finding(verdict="weights only", leaf=leaf, detail=detail))
 
-    def _decide_model_leaf(self, fqn: str) -> None:
-        key = f"{self.model_prefix}{fqn}"
-        target = self.targets.get(fqn)
-        if target is None:
-            self._find("loaded" if self.stored[key].is_bytes else "kind", fqn)
-            return
-        wanted = Wanted(shape=tuple(target.shape), dtype=target.dtype)
-        self.findings.append(check_tensor(key, wanted, self.stored[key], self.options.policy))
-        self.fills[key] = target
-
-    def _find(self, verdict: Any, fqn: str) -> None:
-        self.findings.append(Finding(verdict=verdict, leaf=f"{self.model_prefix}{fqn}"))
-
-    def _aliases(self, fqn: str) -> tuple[str, ...]:
-        tensor = self.view.names.tensors.get(fqn)
-        return () if tensor is None else self.view.names.fqns[tensor]
-
-    def _fill_strangers(self, strangers: set[str]) -> None:
-        # The model's own hooks may know these names from an older version of it.
-        for fqn in sorted(strangers):
-            key = f"{self.model_prefix}{fqn}"
-            if not self.stored[key].is_bytes:
-                self.targets[fqn] = self.fills[key] = _scratch(self.stored[key])
+    def _decide_strangers(self) -> None:
+        strange = self._strange_keys()
+        unknown = [load for load in self.optimizers.values() if not load.is_known]
+        for load in unknown if self.options.load_states else []:
+            names = [name for fqns in load.group_names for name in fqns]
+            states = {key.rpartition(".")[0] for key in strange if ".state." in key}
+            nearest = nearest_prefix(names, states)
+            if nearest is not None:
+                detail = (
+                    f"its state is under {nearest!r} in the checkpoint, and {load.state.prefix!r} is expected"
+                )
+                self.findings.append(Finding(verdict="layout", leaf=load.label, detail=detail))
+        prefix = self.options.key_prefix
+        parts = Counter(key.removeprefix(prefix).split(".")[0] for key in strange)
+        for name, count in parts.items():
+            detail = f"{count} leaves of a part that is not here"
+            if name in self.options.policy.skip_parts:
+                slots, _ = part_slots(f"{prefix}{name}", self.stored)
+                whose = f"; it was saved for each of {len(slots)} ranks" if slots else ""
+                detail = f"skipped, as the policy says: the live one stays{whose}"
+            self.findings.append(Finding(verdict="ignored", leaf=f"{prefix}{name}", detail=detail))
 
     def _decide_part(self, name: str, keys: tuple[str, ...]) -> Finding:
         leaf = f"{self.options.key_prefix}{name}"
         if keys:
             return Finding(verdict="loaded", leaf=leaf)
+        if self.manifest is not None and name in self.manifest.parts:
+            return Finding(verdict="lost", leaf=leaf, detail="the checkpoint's record says that it was saved")
         weights_only = all(key.startswith(self.model_prefix) for key in self.stored)
         leave = weights_only or self.options.policy.allow_missing
         return Finding(verdict="kept" if leave else "missing", leaf=leaf)
@@ -181,7 +185,7 @@ class Expectation:
     def claims(self) -> dict[str, Claims]:
         """What this rank leaves and expects, by prefix; for `merge_claims`."""
         expected = {
-            load.state_prefix: sorted(name for wanted in load.wanted.values() for name in wanted.names)
+            load.state.prefix: sorted(name for wanted in load.state.wanted.values() for name in wanted.names)
             for load in self.optimizers.values()
         }
         return {
@@ -199,14 +203,7 @@ class Expectation:
 
     def install(self, live: Live, small: Mapping[str, Any]) -> None:
         """Hand over what was loaded: model, optimizers, scheduler, other parts, RNG last."""
-        loaded = {fqn: self.fills.get(f"{self.model_prefix}{fqn}") for fqn in self.targets}
-        plain_data = {
-            key.removeprefix(self.model_prefix): value
-            for key, value in small.items()
-            if self._is_model_data(key)
-        }
-        values = {fqn: value for fqn, value in loaded.items() if value is not None} | plain_data
-        install(live.model, self.view, values, strict=not self.options.policy.allow_missing)
+        self.model.install(live.model, small)
         for load in self.optimizers.values():
             load.install(small)
         for name, part in plain_parts(live).items():
@@ -231,41 +228,47 @@ class Expectation:
         return permute_scheduler(state, order, None if load.load_args else scheduler.state_dict())
 
 
-def _scratch(stored: Stored) -> Any:
-    return None if stored.shape is None else torch.empty(stored.shape, dtype=stored.dtype)
-
-
-def expect(live: Live, stored: Mapping[str, Stored], options: Options) -> Expectation:
+def expect(
+    live: Live, stored: Mapping[str, Stored], manifest: Manifest | None, options: Options
+) -> Expectation:
     """Look at the live objects: what they can take of the checkpoint. Changes nothing.
 
     Raises:
         ParameterReplaced: An optimizer holds parameters that are not in the model.
-        CheckpointMismatch: The model is on the meta device, or a part was saved by another number of ranks.
+        CheckpointMismatch: The model is on the meta device, a rank's part of a tensor is not one box, or a part was
+            saved by another number of ranks.
     """
     view = view_model(live.model)
     require_all_named(view.names, live.optimizers)
     optimizers = {
         label: OptimizerLoad.of(
-            f"{options.key_prefix}{label}",
+            label,
             optimizer,
             view.names,
             stored,
-            load_states=options.load_states,
-            load_args=options.load_args,
-            policy=options.policy,
+            manifest=manifest,
+            ranks=live.ranks,
+            options=options,
         )
         for label, optimizer in live.optimizers.items()
     }
     part_keys = {
-        name: find_part(f"{options.key_prefix}{name}", stored, live.ranks)
-        for name in plain_parts(live)
+        name: find_part(f"{options.key_prefix}{name}", stored, live.ranks, per_rank=is_per_rank(part))
+        for name, part in plain_parts(live).items()
         if name not in options.policy.skip_parts
     }
     return Expectation(
         options=options,
         stored=stored,
-        view=view,
-        targets=view.targets(),
+        manifest=manifest,
+        model=ModelLoad(
+            prefix=f"{options.key_prefix}model.",
+            view=view,
+            targets=view.targets(),
+            stored=stored,
+            manifest=manifest,
+            policy=options.policy,
+        ),
         optimizers=optimizers,
         part_keys=part_keys,
     )

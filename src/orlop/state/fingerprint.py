@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from orlop import compat
+from orlop.dcp.layout import local_box
 from orlop.ranks import Ranks
-from orlop.state.agreement import Collected, agree
+from orlop.state.agreement import Collected, SaveOptions, agree
 from orlop.state.parts import Live, collect
 from orlop.state.plain import digest
 
@@ -58,7 +59,8 @@ def fingerprint(engine: Live) -> Fingerprint:
     with engine.ranks.together("collect the parts"):
         engine.require_ready()
         local = collect(engine, save_optimizer=True, include_frozen=True)
-    return fingerprint_leaves(agree(local, engine.ranks, ""), engine.ranks)
+    collected = agree(local, engine.ranks, SaveOptions(), engine.optimizers)
+    return fingerprint_leaves(collected, engine.ranks)
 
 
 def fingerprint_leaves(collected: Collected, ranks: Ranks) -> Fingerprint:
@@ -67,7 +69,8 @@ def fingerprint_leaves(collected: Collected, ranks: Ranks) -> Fingerprint:
     with ranks.together("fingerprint the leaves"):
         for key, value in collected.leaves.items():
             if isinstance(value, Tensor):
-                box = compat.local_box(value)
+                held = local_box(key, value)
+                box = held.offsets, held.sizes
                 kind = f"{value.dtype} {tuple(value.shape)}"
                 mine[key] = (kind, box, tensor_sum(compat.local_tensor(value), box[0], tuple(value.shape)))
             else:

@@ -6,7 +6,8 @@ know files or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,8 @@ __all__ = [
     "write_group",
 ]
 
+_log = logging.getLogger("orlop")
+
 # How a run computes, not what: always the live run's.
 LIVE_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_VALUES = LIVE_FLAGS | {"params", "param_names"}
@@ -42,6 +45,15 @@ def match_groups(live: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], 
     Raises:
         CheckpointMismatch: A group on either side has no partner; the message shows both sides.
     """
+    named = [name for names in saved for name in names]
+    if named and all(name.isdigit() for name in named):
+        raise CheckpointMismatch(
+            "the param groups name parameters by their position in an optimizer; nothing was changed",
+            where=where,
+            expected=_table(live),
+            found=_table(saved),
+            todo="save with names: by orlop, or by torch's get_optimizer_state_dict",
+        )
     free = dict(enumerate(map(frozenset, saved)))
     order: list[int] = []
     for names in map(frozenset, live):
@@ -70,14 +82,31 @@ def _table(groups: Sequence[Sequence[str]]) -> str:
 
 
 def plan_group(
-    label: str, live: Mapping[str, Any], saved: Mapping[str, Any]
+    label: str,
+    live: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    added: Mapping[str, Any] | None = None,
+    *,
+    taken: bool = True,
 ) -> tuple[dict[str, Any], list[GroupDifference]]:
     """The values that a saved group changes or adds in a live one, and what differs. Changes nothing.
+
+    Args:
+        label: The group's name, for messages.
+        live: The live group.
+        saved: The saved one.
+        added: Options that a class got over time, with the value of the time before: taken where the saved group,
+            written by an older torch, lacks one that the live group has.
+        taken: Whether the values are going to be written; only said in what is returned.
 
     Raises:
         CheckpointMismatch: A live tensor would have to take a value of another shape.
     """
     values = {key: value for key, value in saved.items() if key not in _NOT_VALUES}
+    for key, value in (added or {}).items() if taken and len(saved) > 1 else ():
+        if key in live and key not in values:
+            values[key] = value
+            _log.info("%s: the checkpoint knows no %s; set to %s, as before there was one", label, key, value)
     differences = []
     for key, value in values.items():
         held = live.get(key)
@@ -91,7 +120,9 @@ def plan_group(
         if isinstance(value, Tensor) and key in live and not isinstance(held, Tensor) and value.numel() == 1:
             values[key] = value = value.item()
         if key in live and _text(held) != _text(value):
-            differences.append(GroupDifference(group=label, key=key, live=_text(held), saved=_text(value)))
+            differences.append(
+                GroupDifference(group=label, key=key, live=_text(held), saved=_text(value), taken=taken)
+            )
     return values, differences
 
 
@@ -159,6 +190,7 @@ def read_groups(
     values: Mapping[str, Any],
     paths: Mapping[str, Sequence[Any]] | None,
     live: Sequence[Sequence[str]],
+    rename: Callable[[Sequence[str]], list[str]] = list,
 ) -> list[dict[str, Any]]:
     """The saved groups, from leaves that were read already; none when there are no such leaves.
 
@@ -167,35 +199,46 @@ def read_groups(
         values: Leaves by key, others among them.
         paths: The checkpoint's nested paths, where it has them.
         live: The live groups' names; torch's flattened layout has values per parameter and no groups of its own.
+        rename: Saved names as the live ones.
+
+    Returns:
+        The groups, with renamed `params`.
 
     Raises:
-        CheckpointMismatch: In the flattened layout, the parameters of a live group have different values.
+        CheckpointMismatch: In the flattened layout, the parameters of a live group have different values, or are not
+            the saved ones.
     """
     mine = {key: value for key, value in values.items() if key.startswith(prefix)}
+    whole = values.get(prefix.rstrip("."))
+    if isinstance(whole, list):
+        return [{**group, "params": rename(list(map(str, group["params"])))} for group in whole]
     if not mine:
         return []
     if f"{prefix}0.params" in mine:
         below = {key: ("groups", *path_below(key, prefix, paths)) for key in mine}
         groups: list[dict[str, Any]] = compat.unflatten_state_dict(mine, below)["groups"]
-        return groups
+        return [{**group, "params": rename(list(map(str, group["params"])))} for group in groups]
     by_name: dict[str, dict[str, Any]] = {}
     for key, value in mine.items():
         name, _, own = key[len(prefix) :].rpartition(".")
-        by_name.setdefault(name, {})[own] = value
-    return [_one_group(prefix, names, by_name) for names in live]
+        for renamed in rename([name]):
+            by_name.setdefault(renamed, {})[own] = value
+    if set(by_name) != {name for names in live for name in names}:
+        # Matching then refuses them, with a table of both sides.
+        return [{"params": list(by_name)}]
+    return [_one_group(prefix, names, by_name) if names else {"params": []} for names in live]
 
 
 def _one_group(prefix: str, names: Sequence[str], by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    known = [name for name in names if name in by_name]
-    for name in known[1:]:
+    for name in names[1:]:
         for key, value in by_name[name].items():
-            first = by_name[known[0]].get(key)
+            first = by_name[names[0]].get(key)
             if _text(first) != _text(value):
                 raise CheckpointMismatch(
                     "the parameters of one live group had different hyperparameters; nothing was changed",
                     where=f"{prefix}{name}.{key}",
-                    expected=f"{_text(first)}, as for {known[0]}",
+                    expected=f"{_text(first)}, as for {names[0]}",
                     found=_text(value),
                     todo="build the optimizer with the groups of the run that saved it, or load with load_args=False",
                 )
-    return {**(by_name[known[0]] if known else {}), "params": list(names)}
+    return {**by_name[names[0]], "params": list(names)}

@@ -41,6 +41,23 @@ class ModelView:
         tensor = self.names.tensors.get(fqn)
         return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
+    def aliases(self) -> dict[str, str]:
+        """Tied names, each with the name that its tensor is saved under: the first in registration order."""
+        found: dict[str, str] = {}
+        for fqn, value in self.entries.items():
+            tensor = self.names.tensors.get(fqn)
+            first = fqn if tensor is None else self.names.first(tensor)
+            # A model may show other values than its parameters; then names that are tied need not be equal.
+            other = self.entries.get(first)
+            if (
+                first != fqn
+                and isinstance(value, Tensor)
+                and isinstance(other, Tensor)
+                and _same_memory(value, other)
+            ):
+                found[fqn] = first
+        return found
+
     def targets(self) -> dict[str, Tensor]:
         """The tensors that a load fills, by FQN: the live ones, or new ones when loading goes `through`.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -17,10 +18,11 @@ from torch.optim import Optimizer
 from orlop.ranks import Ranks
 from orlop.state.model import view_model
 from orlop.state.names import ParameterNames, group_names, require_all_named
-from orlop.state.plain import plain
+from orlop.state.plain import plain, require_storable
 from orlop.state.stock import state_of
+from orlop.state.uneven import Scalars
 
-__all__ = ["Live", "LocalParts", "collect", "plain_parts"]
+__all__ = ["Live", "LocalParts", "collect", "is_per_rank", "is_scalar", "plain_parts", "read_scalars"]
 
 
 class Live(Protocol):
@@ -53,17 +55,23 @@ class LocalParts:
         tensors: Model and optimizer-state leaves with their nested paths; plain values too.
         groups: For each optimizer the group dicts, with names for parameters.
         data: The other parts' plain data.
-        stepped: For each optimizer the FQNs with state.
-        absent: For each optimizer the FQNs that never stepped.
-        sharded: The FQNs whose state is spread over ranks.
+        per_rank: The parts that say of themselves that each rank has its own.
+        stepped: For each optimizer the FQNs with state, each with the state's scalars (`step`).
+        absent: For each optimizer the FQNs without any.
+        aliases: Tied names of the model, each with the name under which the tensor is saved.
+        left_out: The FQNs of the model that are not saved, on purpose.
+        params: The live parameters and buffers by FQN.
     """
 
     tensors: dict[tuple[Any, ...], Any]
     groups: dict[str, list[dict[str, Any]]]
     data: dict[str, Any]
-    stepped: dict[str, list[str]]
+    per_rank: frozenset[str]
+    stepped: dict[str, dict[str, Scalars]]
     absent: dict[str, list[str]]
-    sharded: frozenset[str]
+    aliases: dict[str, str]
+    left_out: list[str]
+    params: Mapping[str, Tensor]
 
 
 def plain_parts(live: Live) -> dict[str, Any]:
@@ -76,6 +84,11 @@ def plain_parts(live: Live) -> dict[str, Any]:
     }
 
 
+def is_per_rank(part: Any) -> bool:
+    """Whether a part says (`per_rank = True`) that each rank has its own, even where all hold the same right now."""
+    return bool(getattr(part, "per_rank", False))
+
+
 def collect(live: Live, *, save_optimizer: bool, include_frozen: bool) -> LocalParts:
     """Collect this rank's parts as live views. Changes nothing and talks to nobody.
 
@@ -84,17 +97,26 @@ def collect(live: Live, *, save_optimizer: bool, include_frozen: bool) -> LocalP
         CheckpointUnsafe: A part's state is not plain data.
     """
     view = view_model(live.model)
-    tensors: dict[tuple[Any, ...], Any] = {}
-    for fqn, value in view.entries.items():
-        if include_frozen or not view.is_frozen(fqn):
-            tensors["model", fqn] = value if isinstance(value, Tensor) else plain(value, f"model.{fqn}")
+    aliases = view.aliases()
+    left_out = [] if include_frozen else [fqn for fqn in view.entries if view.is_frozen(fqn)]
+    unsaved = frozenset(left_out)
+    tensors: dict[tuple[Any, ...], Any] = {
+        ("model", fqn): require_storable(value, f"model.{fqn}")
+        if isinstance(value, Tensor)
+        else plain(value, f"model.{fqn}")
+        for fqn, value in view.entries.items()
+        if fqn not in aliases and fqn not in unsaved
+    }
     local = LocalParts(
         tensors=tensors,
         groups={},
         data={name: plain(part.state_dict(), name) for name, part in plain_parts(live).items()},
+        per_rank=frozenset(name for name, part in plain_parts(live).items() if is_per_rank(part)),
         stepped={},
         absent={},
-        sharded=frozenset(fqn for fqn, tensor in view.names.tensors.items() if isinstance(tensor, DTensor)),
+        aliases={alias: fqn for alias, fqn in aliases.items() if fqn not in left_out},
+        left_out=left_out,
+        params=view.names.tensors,
     )
     if save_optimizer:
         require_all_named(view.names, live.optimizers)
@@ -107,18 +129,24 @@ def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, name
     door = state_of(optimizer)
     door.require_ready()
     door.synchronize()
-    local.stepped[label], local.absent[label] = [], []
+    local.stepped[label], local.absent[label] = {}, []
+    scalars: dict[tuple[str, str], Any] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             fqn = names.first(param)
-            if not door.stepped(param):
-                local.absent[label].append(fqn)
-                continue
-            local.stepped[label].append(fqn)
-            for key, value in optimizer.state[param].items():
+            state = optimizer.state[param] if door.stepped(param) else {}
+            for key, value in state.items():
                 path = (label, "state", fqn, key)
-                if value is not None:
-                    local.tensors[path] = value if isinstance(value, Tensor) else plain(value, ".".join(path))
+                if value is None:
+                    continue
+                local.stepped[label].setdefault(fqn, {})
+                local.tensors[path] = value if isinstance(value, Tensor) else plain(value, ".".join(path))
+                if is_scalar(value):
+                    scalars[fqn, key] = value
+            if fqn not in local.stepped[label]:
+                local.absent[label].append(fqn)
+    for (fqn, key), number in zip(scalars, read_scalars(list(scalars.values()))):
+        local.stepped[label][fqn][key] = number
     local.groups[label] = [
         {
             **{
@@ -130,6 +158,27 @@ def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, name
         }
         for group, fqns in zip(optimizer.param_groups, group_names(names, optimizer))
     ]
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a state's value is one number, such as `step`."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not isinstance(value, DTensor) and not value.is_complex()
+    return isinstance(value, (bool, int, float))
+
+
+def read_scalars(values: list[Any]) -> list[int | float]:
+    """The numbers in scalar tensors; those on one device come to the host in one copy."""
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            together.setdefault((value.device, value.dtype), []).append(index)
+    numbers = list(values)
+    for indices in together.values():
+        stacked = torch.stack([values[index].detach() for index in indices])
+        for index, number in zip(indices, stacked.tolist()):
+            numbers[index] = number
+    return numbers
 
 
 def _hyperparameter(value: Any, where: str) -> Any:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from orlop import compat
 from orlop.errors import CheckpointUnsafe
 
-__all__ = ["digest", "plain"]
+__all__ = ["digest", "plain", "registered_classes", "require_storable"]
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -43,7 +44,9 @@ def plain(value: Any, where: str) -> Any:
             todo="keep sharded tensors in the model or in an optimizer, or give `value.full_tensor()`",
         )
     if isinstance(value, Tensor):
-        return _tensor(value)
+        return _tensor(require_storable(value, where))
+    if type(value) in registered_classes():
+        return value
     if isinstance(value, Mapping):
         kind: Callable[[dict[Any, Any]], Any] = type(value) if type(value) in (OrderedDict, Counter) else dict
         return kind({plain(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()})
@@ -51,6 +54,32 @@ def plain(value: Any, where: str) -> Any:
         items = [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         return type(value)(items)
     return _scalar(value, where)
+
+
+def registered_classes() -> frozenset[type]:
+    """The classes that the user allowed by `torch.serialization.add_safe_globals`: they are data, too."""
+    entries = (
+        entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()
+    )
+    return frozenset(entry for entry in entries if isinstance(entry, type))
+
+
+def require_storable(value: Tensor, where: str) -> Tensor:
+    """The tensor itself, if it is of a class that can be read back without running code.
+
+    Raises:
+        CheckpointUnsafe: It is of another class; the message names it.
+    """
+    if compat.is_plain_tensor(value) or type(value) in registered_classes():
+        return value
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise CheckpointUnsafe(
+        "a tensor of a class that torch does not load as data could not be read back",
+        where=where,
+        expected="a torch.Tensor, or a class that was registered",
+        found=kind,
+        todo=f"torch.serialization.add_safe_globals([{type(value).__qualname__}]), when saving and when loading",
+    )
 
 
 def _tensor(value: Tensor) -> Tensor:

@@ -28,7 +28,12 @@ class RngState:
 
     Args:
         generators: Further generators to save with them, by name (a sampler's own, say).
+
+    Attributes:
+        per_rank: Saved for each rank, even where all hold the same: another number of ranks can't go on from it.
     """
+
+    per_rank = True
 
     def __init__(self, generators: Mapping[str, torch.Generator] | None = None) -> None:
         self._generators = dict(generators or {})

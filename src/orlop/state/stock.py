@@ -17,7 +17,16 @@ from torch.optim import Optimizer
 from orlop import compat
 from orlop.optim.probe import LeafSpec, probe_state
 
-__all__ = ["OptimizerState", "StockState", "keeps_state", "move_stock_state", "state_of"]
+__all__ = [
+    "OptimizerState",
+    "StockState",
+    "class_name",
+    "empty_leaf",
+    "keeps_state",
+    "move_stock_state",
+    "rebuild",
+    "state_of",
+]
 
 
 @runtime_checkable
@@ -58,6 +67,12 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
     return optimizer if isinstance(optimizer, OptimizerState) else StockState(optimizer)
 
 
+def class_name(optimizer: Optimizer) -> str:
+    """The class whose rule the optimizer follows, whether its state is host-resident or not."""
+    kind: type[Optimizer] = getattr(optimizer, "swapped_class", type(optimizer))
+    return kind.__qualname__
+
+
 def keeps_state(door: OptimizerState, param: Tensor) -> bool:
     """Whether the class would keep state for this parameter, without making room for it where that costs memory."""
     return door.keeps(param) if isinstance(door, StockState) else bool(door.slots(param))
@@ -86,7 +101,7 @@ class StockState:
             return {key: value for key, value in live.items() if isinstance(value, Tensor)}
         if param not in self._new:
             self._new[param] = {
-                key: _empty(param, spec) for key, spec in self._spec(param).items() if not spec.number
+                key: empty_leaf(param, spec) for key, spec in self._spec(param).items() if not spec.number
             }
         return self._new[param]
 
@@ -131,7 +146,8 @@ class StockState:
         return self._specs.get(param, {})
 
 
-def _empty(param: Tensor, spec: LeafSpec) -> Tensor:
+def empty_leaf(param: Tensor, spec: LeafSpec) -> Tensor:
+    """A new tensor for one key of a parameter's state; a DTensor where it follows a DTensor parameter."""
     device = compat.local_tensor(param).device if spec.on_device else torch.device("cpu")
     if spec.elementwise:
         return compat.empty_state_like(param, spec.dtype, device)
@@ -142,16 +158,27 @@ def _fresh_state(optimizer: Optimizer) -> Mapping[Tensor, dict[str, Any]]:
     """What the class makes in its constructor (Adagrad's accumulator); most make nothing there."""
     if not any(optimizer.state.values()):
         return {}
-    kind = type(optimizer)
-    # Adagrad takes its initial value from the constructor's argument, not from the groups.
-    known = inspect.signature(kind).parameters
-    options = {key: value for key, value in optimizer.defaults.items() if key in known}
-    build = cast("Callable[..., Optimizer]", kind)
     try:
-        fresh = build([dict(group) for group in optimizer.param_groups], **options)
+        fresh = rebuild(
+            type(optimizer), [dict(group) for group in optimizer.param_groups], optimizer.defaults
+        )
     except (TypeError, ValueError):
         return {}
     return cast("Mapping[Tensor, dict[str, Any]]", fresh.state)
+
+
+def rebuild(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
+    """A new optimizer of the class, built with another's defaults.
+
+    The groups alone don't do: Adagrad takes its initial value from the constructor's argument.
+
+    Raises:
+        TypeError: The constructor takes something else.
+        ValueError: Likewise.
+    """
+    known = inspect.signature(kind).parameters
+    options = {key: value for key, value in defaults.items() if key in known}
+    return cast("Callable[..., Optimizer]", kind)(groups, **options)
 
 
 def move_stock_state(optimizer: Optimizer, device: torch.device) -> bool:

@@ -8,29 +8,31 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 METADATA_NAME = ".metadata"  # DCP writes it last, so it stands for "DCP has finished"
 
+Kind = Literal["partial", "retired", "reading"]
+
 _STEP = re.compile(r"step-([0-9]+)")
 _UNPUBLISHED = re.compile(
-    r"(?P<final>.+)\.(?P<kind>partial|retired)-(?P<host>.+)-(?P<pid>[0-9]+)-[0-9a-f]{8}"
+    r"(?P<final>.+)\.(?P<kind>partial|retired|reading)-(?P<host>.+)-(?P<pid>[0-9]+)-[0-9a-f]{8}"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpublished:
-    """A directory that is no checkpoint (yet, or any more), read from its name.
+    """A directory that stands beside a checkpoint and is none itself, read from its name.
 
     Attributes:
-        final: The name it was to get, or had.
-        kind: `partial` is being written, `retired` is being removed.
+        final: The checkpoint's name.
+        kind: `partial` is being written, `retired` is being removed, `reading` says that a process reads it.
         host: Where its process runs.
         pid: That process.
     """
 
     final: str
-    kind: Literal["partial", "retired"]
+    kind: Kind
     host: str
     pid: int
 
@@ -48,10 +50,8 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def unpublished_name(
-    final: str, *, kind: Literal["partial", "retired"], host: str, pid: int, token: str
-) -> str:
-    """The name of a directory that is written before it is published, or removed after it was retired."""
+def unpublished_name(final: str, *, kind: Kind, host: str, pid: int, token: str) -> str:
+    """The name of a directory that stands beside a checkpoint for what one process does with it."""
     return f"{final}.{kind}-{host}-{pid}-{token}"
 
 
@@ -60,7 +60,7 @@ def parse_unpublished(name: str) -> Unpublished | None:
     match = _UNPUBLISHED.fullmatch(name)
     if match is None:
         return None
-    kind: Literal["partial", "retired"] = "partial" if match["kind"] == "partial" else "retired"
+    kind = cast("Kind", match["kind"])
     return Unpublished(final=match["final"], kind=kind, host=match["host"], pid=int(match["pid"]))
 
 

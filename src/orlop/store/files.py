@@ -15,29 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from orlop.store.operations import Observer, Operation, observed, perform
-
-__all__ = [
-    "NewFile",
-    "Observer",
-    "Operation",
-    "append_file",
-    "directory_names",
-    "file_sizes",
-    "free_bytes",
-    "fsync_directory",
-    "fsync_file",
-    "is_directory",
-    "last_change",
-    "make_directory",
-    "new_file",
-    "observed",
-    "read_file",
-    "remove_tree",
-    "rename",
-    "replace_file",
-    "write_file",
-]
+from orlop.store.operations import Observer as Observer
+from orlop.store.operations import Operation, perform
+from orlop.store.operations import observed as observed
 
 # What a file system that can't fsync a directory answers (some FUSE and network mounts); they give no
 # ordering to wait for, and refusing to save there would help nobody.
@@ -54,6 +34,11 @@ def make_directory(path: Path) -> None:
     make_directory(path.parent)
     perform(Operation(kind="make", path=path), lambda _: path.mkdir(exist_ok=True))
     fsync_directory(path.parent)
+
+
+def mark(path: Path) -> None:
+    """Creates one empty directory, whose name says it all; a crash may undo it."""
+    perform(Operation(kind="make", path=path), lambda _: path.mkdir())
 
 
 class NewFile:
@@ -179,17 +164,68 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
+class RangedFile:
+    """A file that is open for reading at any place, by several threads at once; made by `open_ranged`.
+
+    Attributes:
+        path: The file.
+        size: Its bytes, when it was opened.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.size = os.fstat(descriptor).st_size
+        self._descriptor = descriptor
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes from `offset` on; fewer than `nbytes` only where the file ends."""
+        parts = []
+        while nbytes > 0 and (part := os.pread(self._descriptor, nbytes, offset)):
+            parts.append(part)
+            offset, nbytes = offset + len(part), nbytes - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_into(self, offset: int, buffers: list[memoryview]) -> int:
+        """Fills the buffers one after the other with the bytes from `offset` on, without a copy in between.
+
+        Returns:
+            How many bytes there were; fewer than the buffers take only where the file ends.
+        """
+        total = 0
+        rest = [buffer for buffer in buffers if len(buffer)]
+        while rest and (taken := os.preadv(self._descriptor, rest, offset + total)):
+            total += taken
+            while rest and taken >= len(rest[0]):
+                taken -= len(rest.pop(0))
+            if taken:
+                rest[0] = rest[0][taken:]
+        return total
+
+    def close(self) -> None:
+        """Closes it; no thread may be reading."""
+        os.close(self._descriptor)
+
+
+def open_ranged(path: Path) -> RangedFile:
+    """Opens an existing file for reading at any place; the caller closes it."""
+    return RangedFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+
 def is_directory(path: Path) -> bool:
     """Whether this process sees a directory there."""
     return path.is_dir()
 
 
-def free_bytes(path: Path) -> int:
-    """How many bytes this user can still write in the file system of `path`, or of what is above it."""
+def free_bytes(path: Path) -> int | None:
+    """How many bytes this user can still write in the file system of `path`, or of what is above it.
+
+    Returns:
+        None where the file system doesn't tell (some network mounts).
+    """
     while not path.exists():
         path = path.parent
     found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
 def directory_names(path: Path) -> list[str]:

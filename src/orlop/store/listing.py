@@ -6,13 +6,15 @@ no data file and changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from orlop.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
 from orlop.store import files
 from orlop.store.catalog import parse_step, step_name, why_incomplete
-from orlop.store.manifest import Manifest, read_manifest
+from orlop.store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from orlop.store.objects import Url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +30,15 @@ class Checkpoint:
     """
 
     step: int
-    path: Path
+    path: Path | Url
     size: int
     manifest: Manifest | None
     fault: CheckpointError | None
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.name
 
     @property
     def skippable(self) -> bool:
@@ -41,16 +48,38 @@ class Checkpoint:
 
 def read_checkpoint(path: Path, step: int) -> Checkpoint:
     """Reads one directory's entry. A directory that vanishes meanwhile reads as an empty one."""
+    return judge(path, step, lambda: read_manifest(path), lambda: _sizes(path))
+
+
+def judge(
+    path: Path | Url,
+    step: int,
+    read: Callable[[], Manifest | None],
+    look: Callable[[], Mapping[str, int]],
+    *,
+    needs_manifest: bool = False,
+) -> Checkpoint:
+    """The entry of one checkpoint, wherever it is.
+
+    Args:
+        path: Where.
+        step: From its name.
+        read: Reads its manifest; None when there is none.
+        look: Gives the files that are there, with their sizes in bytes.
+        needs_manifest: Whether only a manifest shows that the checkpoint was finished.
+    """
     manifest: Manifest | None = None
     fault: CheckpointError | None = None
     try:
-        manifest = read_manifest(path)
+        manifest = read()
     except CheckpointError as error:
         fault = error
     except OSError as error:
         fault = CheckpointCorrupt("A manifest can't be read.", where=str(path), found=str(error))
-    sizes = _sizes(path)
+    sizes = look()
     reason = why_incomplete(sizes, manifest.files if manifest is not None else None)
+    if reason is None and manifest is None and needs_manifest:
+        reason = f"{MANIFEST_NAME} is missing: it was never finished, or orlop did not write it"
     if fault is None and reason is not None:
         fault = CheckpointIncomplete(
             "A checkpoint is not complete.",

@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from orlop.errors import CheckpointCorrupt, CheckpointError
 from orlop.store import files
+from orlop.store.sealed import seal, unseal
 from orlop.version import __version__
 
 MANIFEST_NAME = "orlop.json"
@@ -22,6 +23,22 @@ SCHEMA_VERSION = 1
 
 def _now() -> datetime:
     return datetime.now(timezone.utc).replace(microsecond=0)
+
+
+class UnevenState(BaseModel):
+    """One parameter whose optimizer state was not the same on all ranks that hold it.
+
+    Attributes:
+        layout: Its mesh and placements as text; `""` for a plain tensor.
+        boxes: For each rank the offsets and sizes of its part; null where it held none.
+        ranks: For each rank its scalars (`step`); null where it had no state.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
+
+    layout: str
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]] | None]
+    ranks: list[dict[str, int | float] | None]
 
 
 class Manifest(BaseModel):
@@ -34,14 +51,22 @@ class Manifest(BaseModel):
         orlop_version: Of the writer.
         torch_version: Of the writer.
         world_size: Ranks that wrote.
-        optimizer_classes: Class name of each saved optimizer, by the optimizer's name.
-        absent: FQNs of the parameters that never took a step and so have no state, by optimizer name.
+        meshes: Every mesh that a saved tensor was spread over, as text.
+        optimizer_classes: Class name of each saved optimizer, by the optimizer's name: the class whose rule it
+            follows, host-resident or not.
+        absent: FQNs of the parameters without state (never stepped, or of a class that keeps none), by optimizer
+            name. Initial values may be stored for them, for readers other than orlop.
+        uneven: Parameters with state on some ranks only, or with other scalars on each, by optimizer name and FQN.
+        left_out: FQNs of the model's entries that were not saved, on purpose.
+        aliases: FQN of a tied entry to the FQN that its bytes were written for.
         parts: The other parts: one content for all ranks, or one per rank.
         files: Every file of the checkpoint but this one, with its size in bytes.
+        digests: SHA-256 (hex) of each small file that orlop wrote beside DCP's own: the indexes of the data files, and
+            the metadata's sealed twin.
         fingerprint: Digest (hex) by leaf, if it was asked for.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
     schema_version: int = SCHEMA_VERSION
     step: int | None = None
@@ -49,48 +74,78 @@ class Manifest(BaseModel):
     orlop_version: str = __version__
     torch_version: str
     world_size: int
+    meshes: list[str] = []
     optimizer_classes: dict[str, str] = {}
     absent: dict[str, list[str]] = {}
+    uneven: dict[str, dict[str, UnevenState]] = {}
+    left_out: list[str] = []
+    aliases: dict[str, str] = {}
     parts: dict[str, Literal["replicated", "per_rank"]] = {}
     files: dict[str, int] = {}
+    digests: dict[str, str] = {}
     fingerprint: dict[str, str] | None = None
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Writes and fsyncs `directory/orlop.json`."""
-    files.write_file(directory / MANIFEST_NAME, (manifest.model_dump_json(indent=2) + "\n").encode())
+    """Writes and fsyncs `directory/orlop.json`, sealed."""
+    files.write_file(directory / MANIFEST_NAME, render_manifest(manifest))
+
+
+def render_manifest(manifest: Manifest) -> bytes:
+    """The content of `orlop.json`, sealed."""
+    return seal(manifest.model_dump_json(indent=2))
 
 
 def read_manifest(directory: Path) -> Manifest | None:
     """Reads `directory/orlop.json`; None when there is none (a checkpoint that plain DCP wrote).
 
     Raises:
-        CheckpointCorrupt: It is no JSON, or not of this schema.
-        CheckpointError: A newer orlop wrote it, in a schema that this one doesn't know.
+        CheckpointCorrupt: As `parse_manifest`.
+        CheckpointError: As `parse_manifest`.
     """
     path = directory / MANIFEST_NAME
     try:
-        content = json.loads(files.read_file(path))
+        data = files.read_file(path)
     except FileNotFoundError:
         return None
-    except ValueError as error:  # also UnicodeDecodeError
-        raise CheckpointCorrupt("A manifest can't be read.", where=str(path), found=str(error)) from error
+    return parse_manifest(data, str(path))
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in the content of an `orlop.json`.
+
+    Args:
+        data: The content.
+        where: Its path, for messages.
+
+    Raises:
+        CheckpointCorrupt: It is no JSON, damaged (its seal tells), or not of this schema.
+        CheckpointError: A newer orlop wrote it, in a schema that this one doesn't know.
+    """
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
+        raise CheckpointCorrupt("A manifest can't be read.", where=where, found=str(error)) from error
     # The version is looked at before anything else: a newer schema may change every other field.
     version = content.get("schema_version") if isinstance(content, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
         writer = content.get("orlop_version", "unknown")
         raise CheckpointError(
             "This checkpoint was written by a newer orlop.",
-            where=str(path),
+            where=where,
             expected=f"schema_version up to {SCHEMA_VERSION}",
             found=f"schema_version {version}, written by orlop {writer}",
             todo="update orlop, or choose an older checkpoint by its step",
         )
+    try:
+        unseal(data)
+    except ValueError as error:
+        raise CheckpointCorrupt("A manifest is damaged.", where=where, found=str(error)) from error
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the whole file"
         raise CheckpointCorrupt(
-            "A manifest is not as its schema says.", where=str(path), found=f"{field}: {first['msg']}"
+            "A manifest is not as its schema says.", where=where, found=f"{field}: {first['msg']}"
         ) from error

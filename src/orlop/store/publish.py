@@ -10,25 +10,22 @@ files.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import os
 import secrets
 import socket
 import time
 from pathlib import Path
-from typing import Literal
 
-from orlop.errors import CheckpointExists
-from orlop.store import files
-from orlop.store.catalog import Unpublished, parse_unpublished, unpublished_name
+from orlop.errors import CheckpointExists, RootNotShared, StorageFull
+from orlop.store import files, owned
 from orlop.store.manifest import MANIFEST_NAME
 
-# A writer on another host can't be asked whether it lives; one that changed nothing for this long counts as
-# dead. Should it live after all, its save fails over a missing file: it publishes nothing that is not whole.
-SILENT_SECONDS = 3600.0
-
-# Partial directories that this process is writing now: a later save must not sweep them as strays.
-_open_partials: set[Path] = set()
+# How long another node's client may show an old listing of a directory (NFS: 60 s by default).
+VISIBLE_SECONDS = 65.0
+_LOOK_SECONDS = 0.05
+# What a checkpoint needs beside its tensors' bytes: plain parts, metadata, the file system's own books.
+_SLACK_BYTES = 2**20
 
 
 def begin_partial(final: Path) -> Path:
@@ -39,10 +36,55 @@ def begin_partial(final: Path) -> Path:
     """
     require_free(final)
     files.make_directory(final.parent)
-    partial = final.with_name(_unique_name(final.name, "partial"))
-    files.make_directory(partial)
-    _open_partials.add(partial)
+    partial = owned.claim(final, "partial")
+    try:
+        files.make_directory(partial)
+    except BaseException:
+        # Its name may not be durable, but it may be there.
+        with contextlib.suppress(OSError):
+            discard(partial)
+        raise
     return partial
+
+
+def require_visible(partial: Path) -> None:
+    """Waits until this process sees the directory that the coordinator made; its unique name is the token.
+
+    Raises:
+        RootNotShared: It does not appear: this node looks at another file system, or from another directory.
+    """
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while not files.is_directory(partial):
+        if time.monotonic() > deadline:
+            raise RootNotShared(
+                "The checkpoint directory is not shared between all ranks.",
+                where=f"host {socket.gethostname()}, {partial.parent.absolute()}",
+                expected=f"the directory {partial.name}, which the coordinator made",
+                found=f"no such directory within {VISIBLE_SECONDS:.0f} s",
+                todo="give all ranks one absolute path on a file system that all nodes mount",
+            )
+        time.sleep(_LOOK_SECONDS)
+
+
+def require_space(directory: Path, needed: int) -> None:
+    """Refuses a checkpoint that can't fit, before its first byte is written.
+
+    Args:
+        directory: Where the checkpoint is to be written.
+        needed: Bytes of its tensors.
+
+    Raises:
+        StorageFull: The file system has less than that left, or does after its usual extras.
+    """
+    free = files.free_bytes(directory)
+    if free is not None and free < needed + _SLACK_BYTES:
+        raise StorageFull(
+            "There is not enough space for the checkpoint.",
+            where=str(directory),
+            expected=f"{needed + _SLACK_BYTES:,} bytes free",
+            found=f"{free:,} bytes free",
+            todo="make room, or keep fewer checkpoints; none was removed",
+        )
 
 
 def publish(partial: Path, final: Path) -> None:
@@ -50,7 +92,7 @@ def publish(partial: Path, final: Path) -> None:
 
     The order: data files, the manifest, their directories, the rename, the parent directory. Whoever wrote a
     file may have synced it; here it is done again for all, since a file that is clean already costs next to
-    nothing.
+    nothing. When it fails, the name `final` is free again.
 
     Raises:
         CheckpointExists: Another writer published `final` meanwhile; `partial` is left as it is.
@@ -69,27 +111,35 @@ def publish(partial: Path, final: Path) -> None:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise exists_error(final) from error
         raise
-    files.fsync_directory(final.parent)
-    _open_partials.discard(partial)
+    try:
+        files.fsync_directory(final.parent)
+    except BaseException:
+        # A save that fails publishes nothing: what nobody was told of must not take the step's name.
+        files.rename(final, partial)
+        raise
+    owned.disclaim(partial)
 
 
 def discard(partial: Path) -> None:
-    """Removes a partial directory whose save failed."""
+    """Removes a partial directory whose save failed; what can't be removed, the next save sweeps."""
+    owned.disclaim(partial)
     files.remove_tree(partial)
-    _open_partials.discard(partial)
 
 
 def retire(final: Path) -> None:
     """Removes a published checkpoint; a crash half way leaves no half of it under its final name."""
-    retired = final.with_name(_unique_name(final.name, "retired"))
-    files.rename(final, retired)
-    files.fsync_directory(final.parent)
-    files.remove_tree(retired)
+    retired = owned.claim(final, "retired")
+    try:
+        files.rename(final, retired)
+        files.fsync_directory(final.parent)
+        files.remove_tree(retired)
+    finally:
+        owned.disclaim(retired)
 
 
-def set_aside(final: Path) -> Path:
-    """Frees the name of an incomplete checkpoint, keeping what it holds; returns its new path."""
-    aside = final.with_name(f"{final.name}.incomplete-{secrets.token_hex(4)}")
+def set_aside(final: Path, why: str = "incomplete") -> Path:
+    """Frees the name of a checkpoint that can't be resumed from, keeping what it holds; returns its new path."""
+    aside = final.with_name(f"{final.name}.{why}-{secrets.token_hex(4)}")
     files.rename(final, aside)
     files.fsync_directory(final.parent)
     return aside
@@ -107,47 +157,7 @@ def require_free(final: Path) -> None:
         raise exists_error(final)
 
 
-def find_strays(directory: Path) -> list[Path]:
-    """The partial and retired directories under `directory` whose process is dead, sorted."""
-    strays = []
-    for name in files.directory_names(directory):
-        unpublished = parse_unpublished(name)
-        if unpublished is not None and _is_dead(directory / name, unpublished):
-            strays.append(directory / name)
-    return strays
-
-
-def _is_dead(path: Path, unpublished: Unpublished) -> bool:
-    if path in _open_partials:
-        return False
-    if unpublished.host != socket.gethostname():
-        return time.time() - files.last_change(path) > SILENT_SECONDS
-    if unpublished.pid == os.getpid():
-        # Not among those open here: an earlier process of the same id left it (common in containers), or a
-        # save of this one that could not even clean up.
-        return True
-    return not _runs(unpublished.pid)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        # Another user's process; or a number that no process can have, in a name that orlop would not make:
-        # what can't be shown to be dead stays.
-        return True
-    return True
-
-
-def _unique_name(final: str, kind: Literal["partial", "retired"]) -> str:
-    return unpublished_name(
-        final, kind=kind, host=socket.gethostname(), pid=os.getpid(), token=secrets.token_hex(4)
-    )
-
-
-def exists_error(final: Path) -> CheckpointExists:
+def exists_error(final: Path | str) -> CheckpointExists:
     """The error for a save whose name is taken."""
     return CheckpointExists(
         "A checkpoint stands there already; orlop never writes over one.",

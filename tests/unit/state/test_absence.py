@@ -3,19 +3,20 @@
 import pytest
 import torch
 
+from orlop.dcp.boxes import Box
 from orlop.state.absence import (
-    LoadPolicy,
     Stored,
     Wanted,
     WantedState,
     check_state,
     check_tensor,
-    check_unclaimed,
     is_lossless,
     state_index,
 )
+from orlop.state.matching import check_unclaimed
+from orlop.state.policy import LoadPolicy
 
-WHOLE = (((0,), (4,)),)
+WHOLE = (Box((0,), (4,)),)
 PREFIX = "optimizer.state."
 
 
@@ -71,9 +72,9 @@ def test_a_number_and_a_tensor_are_not_the_same_kind():
         (tensor(dtype=torch.float64), "dtype"),
         (tensor(dtype=torch.int32), "dtype"),
         (tensor(shape=(2, 2)), "shape"),
-        (tensor(chunks=(((0,), (3,)),)), "uncovered"),
-        (tensor(chunks=(((0,), (2,)), ((2,), (2,)))), "loaded"),
-        (tensor(chunks=(((2,), (4,)),)), "uncovered"),
+        (tensor(chunks=(Box((0,), (3,)),)), "uncovered"),
+        (tensor(chunks=(Box((0,), (2,)), Box((2,), (2,)))), "loaded"),
+        (tensor(chunks=(Box((2,), (4,)),)), "uncovered"),
         (tensor(chunks=()), "uncovered"),
         (Stored(), "kind"),
     ],

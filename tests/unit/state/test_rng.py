@@ -80,7 +80,7 @@ def test_named_generators() -> None:
     [
         lambda s: s.pop("python"),
         lambda s: s["python"].update(internal=[1, 2, 3]),
-        lambda s: s.update(torch=s["torch"][:-8]),
+        lambda s: s.update(torch=s["torch"][:-16]),  # torch 2.6 takes a form that is 8 bytes shorter
         lambda s: s["numpy"].update(bit_generator="PCG64"),
         lambda s: s["numpy"]["state"].update(key=[1, 2]),
         lambda s: s["generators"].update(ghost=b""),

@@ -8,6 +8,7 @@ import pytest
 
 from orlop.errors import CheckpointCorrupt, CheckpointError
 from orlop.store.manifest import MANIFEST_NAME, Manifest, read_manifest, write_manifest
+from orlop.store.sealed import seal
 from orlop.version import __version__
 
 MANIFEST = Manifest(
@@ -47,7 +48,7 @@ def test_a_newer_schema_is_refused_whatever_else_it_holds(tmp_path: Path) -> Non
 
 def test_an_added_field_is_ignored(tmp_path: Path) -> None:
     content = json.loads(MANIFEST.model_dump_json()) | {"mesh": [2]}
-    (tmp_path / MANIFEST_NAME).write_text(json.dumps(content))
+    (tmp_path / MANIFEST_NAME).write_bytes(seal(json.dumps(content)))
     assert read_manifest(tmp_path) == MANIFEST
 
 
@@ -56,7 +57,9 @@ def test_an_added_field_is_ignored(tmp_path: Path) -> None:
     [
         ("", "Expecting value"),
         ('{"schema_version": 1', "delimiter"),
-        ("[]", "the whole file"),
+        ("[]", "its seal is missing"),
+        ("null", "its seal is missing"),
+        ('{"schema_version": 1, "torch_version": "2", "world_size": 1}', "its seal is missing"),
         ('{"schema_version": 1, "torch_version": "2", "world_size": "many"}', "world_size"),
         ('{"schema_version": 1, "torch_version": "2", "world_size": 1, "files": {"a": "b"}}', "files.a"),
     ],
@@ -64,9 +67,26 @@ def test_an_added_field_is_ignored(tmp_path: Path) -> None:
 def test_what_is_no_manifest_is_corrupt_and_names_file_and_field(
     tmp_path: Path, text: str, found: str
 ) -> None:
-    (tmp_path / MANIFEST_NAME).write_text(text)
+    content = seal(text) if "torch" in text and "seal" not in found else text.encode()
+    (tmp_path / MANIFEST_NAME).write_bytes(content)
     with pytest.raises(CheckpointCorrupt) as caught:
         read_manifest(tmp_path)
     assert caught.value.where == str(tmp_path / MANIFEST_NAME)
     assert found in str(caught.value.found)
-    assert (tmp_path / MANIFEST_NAME).read_text() == text
+    assert (tmp_path / MANIFEST_NAME).read_bytes() == content
+
+
+def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
+    write_manifest(tmp_path, MANIFEST)
+    path = tmp_path / MANIFEST_NAME
+    good = path.read_bytes()
+    for place in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[place // 8] ^= 1 << place % 8
+        path.write_bytes(bad)
+        with pytest.raises(CheckpointError):
+            read_manifest(tmp_path)
+    for length in range(len(good)):
+        path.write_bytes(good[:length])
+        with pytest.raises(CheckpointError):
+            read_manifest(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orlop.errors import CheckpointExists
-from orlop.store import files, publish
+from orlop.store import files, owned, publish
 from orlop.store.catalog import unpublished_name
 from orlop.store.manifest import Manifest, write_manifest
 
@@ -140,7 +140,7 @@ def test_set_aside_keeps_the_content(tmp_path: Path) -> None:
     aside = publish.set_aside(final)
     assert not final.exists()
     assert (aside / "x").read_text() == "x"
-    assert aside not in publish.find_strays(tmp_path)
+    assert aside not in owned.find_strays(tmp_path)
 
 
 def test_strays_are_those_of_dead_processes(tmp_path: Path) -> None:
@@ -155,5 +155,5 @@ def test_strays_are_those_of_dead_processes(tmp_path: Path) -> None:
     stray(tmp_path, host="elsewhere", pid=2)  # it has just written
     (tmp_path / "step-9.partial-mine").mkdir()  # a foreign name
     begun = publish.begin_partial(tmp_path / "step-7")
-    assert publish.find_strays(tmp_path) == sorted([dead, retired, reused, silent])
+    assert owned.find_strays(tmp_path) == sorted([dead, retired, reused, silent])
     publish.discard(begun)

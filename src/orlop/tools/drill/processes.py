@@ -157,3 +157,13 @@ def _wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout_seconds} s for a process {what}")
         time.sleep(0.001)
+
+
+def rank_of(process: Process) -> int | None:
+    """The rank that `torchrun` gave the process; None for one without, or whose environment can't be read."""
+    try:
+        entries = (PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    ranks = [entry[5:] for entry in entries if entry.startswith(b"RANK=")]
+    return int(ranks[0]) if ranks and ranks[0].isdigit() else None

@@ -1,0 +1,5 @@
+"""`python -m orlop.cli`."""
+
+from orlop.cli import main
+
+main()

@@ -1,0 +1,118 @@
+"""`convert` and `prune`: what writes or removes. `convert` imports torch when it is called."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from orlop.cli.render import AsJson, print_json, progress, size_text
+
+
+class To(str, Enum):
+    """What a checkpoint is converted to."""
+
+    safetensors = "safetensors"
+    torch = "torch"
+    dcp = "dcp"
+
+
+def convert(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint: orlop's own, or any DCP directory.")],
+    out: Annotated[str, typer.Argument(help="Where the result appears, whole or not at all.")] = "",
+    to: Annotated[To | None, typer.Option(help="The format.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Take only this part (model, optimizer, ...); may be repeated.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32: for the model's floating-point tensors.")] = "",
+    cast_moments: Annotated[
+        bool, typer.Option("--cast-moments", help="Cast optimizer state to that dtype, too.")
+    ] = False,
+    shard_gigabytes: Annotated[float, typer.Option(help="Most of one safetensors file.", min=0.001)] = 5.0,
+    in_place_index: Annotated[
+        bool, typer.Option("--in-place-index", help="Only add orlop's indexes beside the data files.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a checkpoint, as a stream: to safetensors, to a file for torch.load, or to a new DCP checkpoint.
+
+    safetensors takes the model alone (unless --only says otherwise), under the names that Hugging Face expects.
+    dcp writes the checkpoint anew, repaired and with checksums; plain dcp.load reads it.
+
+    \b
+    Examples:
+      orlop convert runs/7b/step-00001000 export --to safetensors --dtype bf16
+      orlop convert runs/7b/step-00001000 all.pt --to torch
+      orlop convert torchtitan/step-500 fixed --to dcp
+      orlop convert torchtitan/step-500 --in-place-index
+    """
+    if in_place_index:
+        if out or to is not None:
+            raise typer.BadParameter("--in-place-index takes neither OUT nor --to")
+        _index(checkpoint, as_json)
+        return
+    if not out or to is None:
+        raise typer.BadParameter("OUT and --to are needed (or --in-place-index)")
+    from orlop.tools.convert import convert as run
+
+    with progress("convert") as show:
+        result = run(
+            checkpoint,
+            out,
+            to=to.value,
+            only=tuple(only or ()),
+            dtype=dtype or None,
+            cast_moments=cast_moments,
+            shard_bytes=int(shard_gigabytes * 1e9),
+            on_bytes=show,
+        )
+    if as_json:
+        print_json(asdict(result))
+        return
+    typer.secho(
+        f"{result.path}: {result.num_leaves} leaves in {len(result.files)} files, {size_text(result.nbytes)}", fg="green"
+    )
+    if result.left_out:
+        typer.echo(f"  left out, as the format can't hold plain data or holds tied ones once: {len(result.left_out)}")
+
+
+def _index(checkpoint: str, as_json: bool) -> None:
+    from orlop.tools.reindex import index_in_place
+
+    with progress("index") as show:
+        added = index_in_place(checkpoint, on_bytes=show)
+    if as_json:
+        print_json({"path": checkpoint, "added": added})
+    else:
+        typer.echo(f"{checkpoint}: {len(added)} indexes added" if added else f"{checkpoint}: all files have indexes")
+
+
+def prune(
+    run: Annotated[str, typer.Argument(help="The run's directory.")],
+    keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest complete checkpoints stay.")],
+    keep_every: Annotated[int | None, typer.Option(min=1, help="Multiples of this step stay, too.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which would go.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old checkpoints of a run. Incomplete ones, and those that a process reads, are left alone.
+
+    \b
+    Examples:
+      orlop prune runs/7b --keep-last 3 --keep-every 1000 --dry-run
+      orlop prune runs/7b --keep-last 3
+    """
+    from orlop.tools.prune import prune as run_prune
+
+    result = run_prune(run, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
+    if as_json:
+        print_json({**asdict(result), "dry_run": dry_run})
+        return
+    verb = "would remove" if dry_run else "removed"
+    steps = ", ".join(map(str, result.removed)) or "nothing"
+    typer.echo(f"{verb} {steps} ({size_text(result.freed_bytes)}); kept {', '.join(map(str, result.kept)) or 'nothing'}")
+    if result.busy:
+        typer.echo(f"being read, so left for later: {', '.join(map(str, result.busy))}")
+    if result.passed_over:
+        typer.echo(f"not complete, left alone: {', '.join(map(str, result.passed_over))}")

@@ -1,0 +1,131 @@
+"""`drill`: runs and kills the user's own command."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orlop.cli.render import CAN_NOT_READ, FINDINGS, AsJson, print_json, print_table
+
+if TYPE_CHECKING:
+    from orlop.tools.drill.drilling import DrillResult
+
+CONTEXT = {"allow_interspersed_args": False}
+
+
+def drill(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="The training command; {run} is its directory.")
+    ],
+    kills: Annotated[int, typer.Option(min=1, help="How many kills.")] = 2,
+    during_save: Annotated[
+        bool, typer.Option("--during-save", help="Every other kill hits a checkpoint while it is written.")
+    ] = False,
+    ranks: Annotated[str, typer.Option(help="Kill only these ranks (0,3); all processes by default.")] = "",
+    seed: Annotated[int, typer.Option(help="Decides when kills strike; the same seed replays a drill.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where both runs are kept.")] = Path(".drill"),
+    as_json: AsJson = False,
+) -> None:
+    """Fire drill: run a training command once uninterrupted and once with SIGKILLs, and compare the two.
+
+    The command is run twice in fresh directories; whenever it is killed, it is started again as it stands and
+    has to resume by itself. Then the step records are compared bit for bit, and the final state leaf by leaf.
+    Scripts that use orlop.Trainer work as they are; others call orlop.record(step, engine, run=...).
+
+    \b
+    Examples:
+      orlop drill -- python train.py --run {run}
+      orlop drill --kills 4 --during-save --seed 7 -- torchrun --nproc-per-node 2 -- train.py --run {run}
+    """
+    from orlop.tools.drill.drilling import DrillOptions
+    from orlop.tools.drill.drilling import drill as run_drill
+    from orlop.tools.drill.runs import RunFailed
+
+    # Also a drill that is ended from outside leaves no process behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        options = DrillOptions(out=out, kills=kills, during_save=during_save, ranks=_ranks(ranks), seed=seed)
+        result = run_drill(command, options, _Witness())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except RunFailed as error:
+        typer.secho(str(error), err=True, fg="red")
+        raise typer.Exit(CAN_NOT_READ) from error
+    if as_json:
+        print_json(_as_plain(result, command, seed))
+    else:
+        _print(result, command, seed)
+    if not result.is_identical:
+        raise typer.Exit(FINDINGS)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(",") if word)
+    except ValueError as error:
+        raise typer.BadParameter(f"ranks are numbers: {text!r}") from error
+
+
+class _Witness:
+    """Tells a person on stderr how the runs go on; steps only on a terminal."""
+
+    def on_step(self, run: str, step: int) -> None:
+        """One line that is written over."""
+        if sys.stderr.isatty():
+            typer.echo(f"\r{run}: step {step}   ", err=True, nl=False)
+
+    def on_event(self, run: str, text: str) -> None:
+        """A line of its own."""
+        start = "\r" if sys.stderr.isatty() else ""
+        typer.echo(f"{start}{run}: {text}", err=True)
+
+
+def _as_plain(result: DrillResult, command: list[str], seed: int) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "is_identical": result.is_identical,
+        "command": command,
+        "seed": seed,
+        "step": result.step,
+        "kills": [asdict(killed) for killed in result.kills],
+        "comparisons": [asdict(row) for row in result.rows],
+        "hint": result.hint,
+        "runs": [str(result.uninterrupted.directory), str(result.killed.directory)],
+    }
+
+
+def _print(result: DrillResult, command: list[str], seed: int) -> None:
+    print_table(
+        ("kill", "after step", "went on from", "done again", "processes"),
+        [
+            (
+                killed.kill.moment + (f" step {killed.writing}" if killed.writing is not None else ""),
+                killed.last_step,
+                killed.published,
+                killed.last_step - killed.published,
+                killed.processes,
+            )
+            for killed in result.kills
+        ],
+        right=(1, 2, 3, 4),
+    )
+    typer.echo("")
+    print_table(
+        ("compared", "places", "result"),
+        [(row.what, row.count, row.difference or ("identical" if row.count else "-")) for row in result.rows],
+        right=(1,),
+    )
+    if result.is_identical:
+        typer.secho("identical", fg="green", bold=True)
+        return
+    first = next(row for row in result.rows if row.difference is not None)
+    typer.secho(f"DIFFERENT, first in {first.what}: {first.difference}", fg="red", bold=True)
+    if result.hint:
+        typer.echo(f"usual cause: {result.hint}")
+    typer.echo(f"replay: orlop drill --seed {seed} -- {shlex.join(command)}  (with the same options)")

@@ -1,0 +1,185 @@
+"""How two values differ: tensors region by region in numbers, plain data by the first place.
+
+Pure arithmetic on tensors and data. Must not know checkpoints.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orlop.dcp.boxes import Box
+
+__all__ = ["Difference", "ValueComparison", "first_difference"]
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How one tensor's values differ.
+
+    Attributes:
+        leaf: Its key.
+        num_elements: Of the tensor.
+        num_different: Elements that differ.
+        max_abs: The largest absolute difference; infinity where only one side is a finite number.
+        max_rel: The largest difference relative to the larger magnitude.
+        max_ulp: The largest distance in representable numbers; None across dtypes or for what has none.
+        first_index: The first element that differs, in row-major order.
+        first_values: Its values.
+    """
+
+    leaf: str
+    num_elements: int
+    num_different: int
+    max_abs: float
+    max_rel: float
+    max_ulp: int | None
+    first_index: tuple[int, ...]
+    first_values: tuple[Any, Any]
+
+
+class ValueComparison:
+    """Two tensors of one shape, compared region by region in row-major order.
+
+    Args:
+        leaf: Their key.
+    """
+
+    def __init__(self, leaf: str) -> None:
+        self.leaf = leaf
+        self.is_identical = True
+        self._num_elements = 0
+        # By whether bits or numbers count: how many differ, and the first that does.
+        self._counts = {True: 0, False: 0}
+        self._first: dict[bool, tuple[tuple[int, ...], tuple[Any, Any]]] = {}
+        self._max_abs = self._max_rel = 0.0
+        self._max_ulp: int | None = 0
+
+    def add(self, one: Tensor, two: Tensor, box: Box) -> None:
+        """The values of one region."""
+        self._num_elements += one.numel()
+        same_dtype = one.dtype == two.dtype
+        if same_dtype and torch.equal(_bits(one), _bits(two)):
+            return
+        self.is_identical = False
+        a, b = _wide(one), _wide(two)
+        equal = (a == b) | ((a != a) & (b != b))
+        bits_differ = _bits(one) != _bits(two) if same_dtype else ~equal
+        bits_differ = bits_differ.reshape(*equal.shape, -1).any(dim=-1)
+        for exact, differ in ((True, bits_differ), (False, ~equal)):
+            self._counts[exact] += int(differ.sum())
+            if exact not in self._first and bool(differ.any()):
+                at = int(differ.reshape(-1).nonzero()[0])
+                index = _index(at, box)
+                self._first[exact] = (index, (one.reshape(-1)[at].item(), two.reshape(-1)[at].item()))
+        self._measure(one, two, a, b, ~equal)
+
+    def _measure(self, one: Tensor, two: Tensor, a: Tensor, b: Tensor, differ: Tensor) -> None:
+        if not bool(differ.any()):
+            return
+        gap = (a[differ] - b[differ]).abs().to(torch.float64)
+        gap = torch.where(gap.isnan(), torch.inf, gap)
+        size = torch.maximum(a[differ].abs(), b[differ].abs()).to(torch.float64)
+        self._max_abs = max(self._max_abs, float(gap.max()))
+        relative = torch.where(gap.isinf(), torch.inf, gap / size)
+        self._max_rel = max(self._max_rel, float(relative.max()))
+        if one.dtype != two.dtype or not one.dtype.is_floating_point:
+            self._max_ulp = None
+        if self._max_ulp is not None:
+            distance = _ordered(one)[differ] - _ordered(two)[differ]
+            # In 64 bits the distance of opposite signs may wrap; what counts there is that it is enormous.
+            self._max_ulp = max(self._max_ulp, int(distance.abs().max()))
+
+    def result(self, *, exact: bool) -> Difference | None:
+        """How they differ; None when they don't.
+
+        Args:
+            exact: Bit for bit; otherwise as numbers, where -0.0 is 0.0 and any NaN any other.
+        """
+        if exact not in self._first:
+            return None
+        index, values = self._first[exact]
+        return Difference(
+            leaf=self.leaf,
+            num_elements=self._num_elements,
+            num_different=self._counts[exact],
+            max_abs=self._max_abs,
+            max_rel=self._max_rel,
+            max_ulp=self._max_ulp,
+            first_index=index,
+            first_values=values,
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return plain.contiguous().view(_INTEGERS[plain.element_size()])
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    if tensor.dtype.is_floating_point:
+        return tensor.to(torch.float64)
+    # Distances of large integers are not exact in floating point, but equality has to be.
+    return tensor.to(torch.int64)
+
+
+def _ordered(tensor: Tensor) -> Tensor:
+    """Integers in the order of the floats, neighbours one apart; both zeros are 0."""
+    bits = _bits(tensor).to(torch.int64)
+    width = 8 * tensor.element_size()
+    magnitude = bits & ((1 << (width - 1)) - 1)
+    return torch.where(bits < 0, -magnitude, magnitude)
+
+
+def _index(at: int, box: Box) -> tuple[int, ...]:
+    index: list[int] = []
+    for size, offset in zip(reversed(box.sizes), reversed(box.offsets)):
+        index.append(offset + at % size)
+        at //= size
+    return tuple(reversed(index))
+
+
+def first_difference(one: Any, two: Any, at: str = "") -> tuple[str, str, str] | None:
+    """The first place where plain data differs, and both values there as text; floats by their bits.
+
+    Args:
+        one: Nested dicts, lists, tuples, sets, numbers, text, bytes and tensors.
+        two: Likewise.
+        at: The place so far.
+    """
+    if type(one) is not type(two):
+        return at, f"{type(one).__name__} {one!r}"[:200], f"{type(two).__name__} {two!r}"[:200]
+    if isinstance(one, Tensor):
+        same = one.shape == two.shape and one.dtype == two.dtype and torch.equal(_bits(one), _bits(two))
+        return None if same else (at, _brief(one), _brief(two))
+    if isinstance(one, Mapping):
+        if set(one) != set(two):
+            return at, f"keys {sorted(map(repr, one))}"[:200], f"keys {sorted(map(repr, two))}"[:200]
+        pairs = [(key, one[key], two[key]) for key in one]
+    elif isinstance(one, (list, tuple)):
+        if len(one) != len(two):
+            return at, f"{len(one)} items", f"{len(two)} items"
+        pairs = [(number, *pair) for number, pair in enumerate(zip(one, two))]
+    else:
+        same = (
+            struct.pack("<d", one) == struct.pack("<d", two) if isinstance(one, float) else bool(one == two)
+        )
+        return None if same else (at, repr(one)[:200], repr(two)[:200])
+    for key, mine, other in pairs:
+        found = first_difference(mine, other, f"{at}[{key!r}]")
+        if found is not None:
+            return found
+    return None
+
+
+def _brief(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.reshape(-1)[:4].tolist()}"

@@ -1,0 +1,190 @@
+"""The drill, top to bottom: run uninterrupted, plan kills, run again with them, compare.
+
+Owns what a drill demands of a command. Must not print; `Witness` is told how it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orlop.store import files
+from orlop.store.listing import list_checkpoints
+from orlop.tools.drill.comparison import Comparison, compare_fingerprints, compare_records, hint, read_records
+from orlop.tools.drill.kills import Killed, plan_kills
+from orlop.tools.drill.runs import Run, RunFailed, Watcher, Witness
+
+__all__ = ["PLACEHOLDER", "DrillOptions", "DrillResult", "drill"]
+
+PLACEHOLDER = "{run}"
+FINGERPRINT_NAME = "fingerprint.json"
+_MARKER = ".orlop-drill"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillOptions:
+    """How to drill.
+
+    Attributes:
+        out: Where both runs are kept; what two earlier runs left there is removed.
+        kills: How many.
+        during_save: Whether every other kill is to hit a checkpoint while it is written.
+        ranks: The ranks that a kill hits; all processes when it is empty.
+        seed: Decides when kills strike.
+        required: Kinds of state that the checkpoints must hold.
+    """
+
+    out: Path
+    kills: int = 2
+    during_save: bool = False
+    ranks: tuple[int, ...] = ()
+    seed: int = 0
+    required: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillResult:
+    """How the drill went.
+
+    Attributes:
+        uninterrupted: The run that was left alone.
+        killed: The run that was killed.
+        kills: When.
+        rows: What was compared.
+        hint: The usual cause of what differs.
+        step: The last step of the checkpoints whose state was compared.
+    """
+
+    uninterrupted: Run
+    killed: Run
+    kills: tuple[Killed, ...]
+    rows: tuple[Comparison, ...]
+    hint: str | None
+    step: int
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether nothing differs."""
+        return all(row.difference is None for row in self.rows)
+
+
+def drill(command: Sequence[str], options: DrillOptions, witness: Witness) -> DrillResult:
+    """Run a training command twice, kill one of them, compare.
+
+    Args:
+        command: The words that start the training and, started again, resume it; `{run}` stands for the run's directory.
+        options: How.
+        witness: Told of steps and kills.
+
+    Raises:
+        ValueError: The command has no `{run}`, or the run is too short for the kills.
+        RunFailed: A run failed, wrote somewhere else, or could not be killed as planned.
+    """
+    if not any(PLACEHOLDER in word for word in command):
+        raise ValueError(f"the command must hold {PLACEHOLDER}, which stands for the run's directory")
+    _claim(options.out)
+    uninterrupted, killed = (_fresh(command, options.out, name) for name in ("uninterrupted", "killed"))
+    first = Watcher(uninterrupted, witness)
+    first.until_done([])
+    records = _records(uninterrupted)
+    kills = plan_kills(
+        [record["step"] for record in records],
+        first.published,
+        count=options.kills,
+        during_save=options.during_save,
+        step_seconds=first.step_seconds,
+        seed=options.seed,
+    )
+    struck = Watcher(killed, witness, options.ranks).until_done(kills)
+    other_records = _records(killed)
+    if other_records[0]["step"] != records[0]["step"]:
+        raise RunFailed(
+            f"the second run began with step {other_records[0]['step']} and not with {records[0]['step']}: it found a "
+            f"checkpoint outside of {PLACEHOLDER}, where the command must not write"
+        )
+    state = [_final_state(run) for run in (uninterrupted, killed)]
+    rows = [
+        *compare_records(records, other_records),
+        *_compare_states(state[0], state[1], options.required),
+        _compare_leftovers(killed),
+    ]
+    return DrillResult(
+        uninterrupted=uninterrupted,
+        killed=killed,
+        kills=tuple(struck),
+        rows=tuple(rows),
+        hint=hint(rows),
+        step=state[0].step,
+    )
+
+
+def _claim(out: Path) -> None:
+    """Make sure that nothing but an earlier drill is ever removed."""
+    if files.is_directory(out) and not (out / _MARKER).exists() and (files.file_sizes(out) or files.directory_names(out)):
+        raise ValueError(f"{out} is not empty and no earlier drill's; give another directory by --out")
+    files.make_directory(out)
+    files.write_file(out / _MARKER, b"")
+
+
+def _fresh(command: Sequence[str], out: Path, name: str) -> Run:
+    directory = (out / name).absolute()
+    if files.is_directory(directory):
+        files.remove_tree(directory)
+    run = Run(
+        name=name,
+        directory=directory,
+        command=tuple(word.replace(PLACEHOLDER, str(directory)) for word in command),
+    )
+    files.write_file(run.log, b"")
+    return run
+
+
+def _records(run: Run) -> list[dict[str, Any]]:
+    path = run.records_path()
+    records = [] if path is None else read_records(path)
+    if not records:
+        raise RunFailed(
+            f"{run.name}: no steps are recorded in {run.directory}: the command writes elsewhere, or uses neither "
+            "orlop.Trainer nor orlop.record"
+        )
+    return records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """The state that a run ended with: the digest of each leaf, and the step it is of."""
+
+    step: int
+    leaves: dict[str, str]
+
+
+def _final_state(run: Run) -> _State:
+    noted = run.root / FINGERPRINT_NAME
+    if noted.exists():
+        content = json.loads(files.read_file(noted))
+        return _State(step=content["step"], leaves=content["leaves"])
+    whole = [found for found in list_checkpoints(run.root) if found.fault is None]
+    if not whole:
+        raise RunFailed(
+            f"{run.name}: there is no complete checkpoint in {run.root} at the end: the command writes elsewhere, or "
+            "saves nothing"
+        )
+    # Imported here: a drill of a command that notes its own fingerprints needs no torch.
+    from orlop.tools.fingerprints import stored_fingerprint
+
+    return _State(step=whole[-1].step, leaves=dict(stored_fingerprint(whole[-1].path).leaves))
+
+
+def _compare_states(one: _State, two: _State, required: Sequence[str]) -> list[Comparison]:
+    steps = None if one.step == two.step else f"step {one.step} and step {two.step}"
+    rows = [Comparison(what="step of the final state", count=1, difference=steps)]
+    return rows + compare_fingerprints(one.leaves, two.leaves, required)
+
+
+def _compare_leftovers(killed: Run) -> Comparison:
+    strays = sorted(killed.writing())
+    difference = f"partial checkpoints of steps {strays}" if strays else None
+    return Comparison(what="partial checkpoints left", count=len(strays), difference=difference)

@@ -1,0 +1,73 @@
+"""What the names of a checkpoint's leaves tell by themselves: state that is there in part, names that don't meet.
+
+Owns these rules. Pure: names in, findings out. They hold without the model; `against` knows more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
+from orlop.tools.findings import Finding
+from orlop.tools.overview import split_state
+
+__all__ = ["check_names"]
+
+_SHOWN = 3
+
+
+def check_names(
+    leaves: Collection[str], optimizers: set[str], groups: Mapping[tuple[str, str], int]
+) -> Iterator[Finding]:
+    """The findings of all rules.
+
+    Args:
+        leaves: The checkpoint's keys.
+        optimizers: The optimizers' names.
+        groups: For (optimizer, parameter) the number of its param group, where that is known.
+    """
+    state: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for leaf in leaves:
+        split = split_state(leaf, optimizers)
+        if split is not None:
+            label, fqn, key = split
+            state[label][fqn].add(key)
+    for label, params in state.items():
+        yield from _partial(label, params, groups)
+        yield from _apart(label, params, leaves)
+
+
+def _partial(
+    label: str, params: Mapping[str, set[str]], groups: Mapping[tuple[str, str], int]
+) -> Iterator[Finding]:
+    """Within one param group, options are the same: a parameter there has the state that the others have."""
+    kinds: defaultdict[int | None, set[frozenset[str]]] = defaultdict(set)
+    for fqn, keys in params.items():
+        kinds[groups.get((label, fqn))].add(frozenset(keys))
+    for fqn, keys in params.items():
+        larger = [kind for kind in kinds[groups.get((label, fqn))] if kind > keys]
+        if larger:
+            whole = min(larger, key=len)
+            yield Finding(
+                kind="partial",
+                where=f"{label}.state.{fqn}",
+                what="a parameter has only some of its optimizer state",
+                expected=", ".join(sorted(whole)),
+                found=", ".join(sorted(keys)),
+                todo="resume from another step, or let the resume reset it (LoadPolicy(reset_damaged=...))",
+            )
+
+
+def _apart(label: str, params: Mapping[str, set[str]], leaves: Collection[str]) -> Iterator[Finding]:
+    """Optimizer state belongs to parameters that the model has under the same names."""
+    prefix = f"{label.rpartition('.')[0]}.model." if "." in label else "model."
+    model = {leaf.removeprefix(prefix) for leaf in leaves if leaf.startswith(prefix)}
+    if model and not model & set(params):
+        yield Finding(
+            kind="names",
+            where=f"{label}.state",
+            what="not one parameter of the optimizer's state is in the model",
+            expected=", ".join(sorted(model)[:_SHOWN]),
+            found=", ".join(sorted(params)[:_SHOWN]),
+            todo="the two were saved under different names (a wrapper's prefix); load them with a matching model",
+        )

@@ -1,0 +1,196 @@
+"""`verify`: sound ones are sound, every kind of damage is found and named, nothing is executed."""
+
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import orlop
+from orlop.errors import CheckpointNotFound
+from orlop.store.manifest import read_manifest, write_manifest
+from orlop.tools.check import check_checkpoint
+from orlop.tools.deep import check_deep
+from tests.unit.tools.samples import VERSIONS, data_file, engine, flip, golden, save_large, save_run, train
+
+
+def faults(path):
+    return [finding for finding in orlop.verify(path) if finding.is_fault]
+
+
+@pytest.fixture(params=["plain", "orlop"])
+def large(request, tmp_path):
+    return save_large(tmp_path / "large", by_orlop=request.param == "orlop")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("layout", ["nested", "flattened"])
+def test_plain_checkpoints_are_sound_and_wholly_checked(tmp_path, version, layout):
+    result = check_checkpoint(golden(version, tmp_path, layout))
+    assert result.findings == []
+    assert result.bytes_read == result.bytes_checked > 4000
+    assert result.num_leaves > 30
+
+
+def test_an_orlop_checkpoint_is_sound(tmp_path):
+    result = check_checkpoint(save_run(tmp_path, (10,)) / "step-00000010")
+    assert [finding for finding in result.findings if finding.is_fault] == []
+    assert result.bytes_checked == result.bytes_read > 0
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointNotFound, match="nowhere"):
+        orlop.verify(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("at", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_c10_one_flipped_bit_is_found_and_its_leaf_and_file_are_named(large, at):
+    flip(data_file(large), at)
+    (found,) = faults(large)
+    assert found.kind == "corrupt"
+    assert "model." in found.where
+    assert data_file(large).name in found.where
+
+
+def test_c10_every_flip_is_found_not_the_first(large):
+    flip(data_file(large), 0.2)
+    flip(data_file(large), 0.8)
+    assert len(faults(large)) == 2
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
+def test_c10_a_truncated_data_file_is_found(large, part):
+    path = data_file(large)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
+    assert any(found.kind in ("corrupt", "incomplete") and path.name in found.where for found in faults(large))
+
+
+def test_c10_a_hole_of_zeros_is_found(large):
+    content = bytearray(data_file(large).read_bytes())
+    content[300_000 : 300_000 + 65536] = bytes(65536)
+    data_file(large).write_bytes(content)
+    assert [found.kind for found in faults(large)] == ["corrupt"]
+
+
+def test_c10_a_missing_data_file_is_found(large):
+    name = data_file(large).name
+    data_file(large).unlink()
+    assert any(name in found.where and found.kind == "incomplete" for found in faults(large))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", None])
+def test_c10_damaged_metadata_is_found(large, content):
+    path = large / ".metadata"
+    path.write_bytes(path.read_bytes()[:-40] if content is None else content)
+    found = faults(large)
+    assert any(".metadata" in each.where and each.kind == "corrupt" for each in found)
+
+
+def test_damaged_data_is_found_even_where_the_metadata_is_lost(tmp_path):
+    path = save_large(tmp_path / "x", by_orlop=True)
+    (path / ".metadata").unlink()
+    flip(data_file(path), 0.5)
+    kinds = {(found.kind, "model." in found.where) for found in faults(path)}
+    assert kinds == {("incomplete", False), ("corrupt", True)}
+
+
+def test_a_damaged_index_is_found_and_the_data_is_checked_without_it(tmp_path):
+    path = save_large(tmp_path / "x", by_orlop=True)
+    (index,) = path.glob("*.index.json")
+    flip(index, 0.5)
+    flip(data_file(path), 0.5)
+    wheres = [found.where for found in faults(path)]
+    assert any(index.name in where for where in wheres)
+    assert any(where.startswith("model.") for where in wheres)
+
+
+class Trap:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+def test_f04_hostile_metadata_is_named_and_not_executed(tmp_path):
+    path = save_large(tmp_path / "x", by_orlop=False)
+    (path / ".metadata").write_bytes(pickle.dumps(Trap(str(tmp_path / "marker"))))
+    (found,) = faults(path)
+    assert found.kind == "unsafe"
+    assert "mkdir" in found.found
+    assert not (tmp_path / "marker").exists()
+
+
+def test_f04_a_hostile_byte_leaf_is_named_and_not_executed(tmp_path):
+    path = tmp_path / "x"
+    dcp.save({"trap": Trap(str(tmp_path / "marker"))}, checkpoint_id=path, no_dist=True)
+    (found,) = faults(path)
+    assert (found.kind, found.where.split(" in ")[0]) == ("unsafe", "trap")
+    assert "mkdir" in found.found
+    assert not (tmp_path / "marker").exists()
+
+
+def test_state_that_is_there_in_part_is_found(tmp_path):
+    state = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.tensor(1.0)}
+    broken = {"exp_avg": torch.ones(2)}
+    saved = {
+        "model": {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)},
+        "optimizer": {"state": {"a": state, "b": broken}, "param_groups": [{"lr": 0.1, "params": ["a", "b", "c"]}]},
+    }
+    dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)
+    (found,) = faults(tmp_path / "x")
+    assert (found.kind, found.where) == ("partial", "optimizer.state.b")
+    assert found.expected == "exp_avg, exp_avg_sq, step"
+
+
+def test_other_state_in_another_group_is_no_fault(tmp_path):
+    plain = {"exp_avg": torch.ones(2)}
+    saved = {
+        "model": {"a": torch.ones(2), "b": torch.ones(2)},
+        "optimizer": {
+            "state": {"a": plain, "b": {**plain, "max_exp_avg_sq": torch.ones(2)}},
+            "param_groups": [{"amsgrad": False, "params": ["a"]}, {"amsgrad": True, "params": ["b"]}],
+        },
+    }
+    dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert faults(tmp_path / "x") == []
+
+
+def test_state_of_other_names_is_found(tmp_path):
+    saved = {
+        "model": {"a": torch.ones(2)},
+        "optimizer": {
+            "state": {"module.a": {"exp_avg": torch.ones(2)}},
+            "param_groups": [{"params": ["module.a"]}],
+        },
+    }
+    dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert [found.kind for found in faults(tmp_path / "x")] == ["names"]
+
+
+def test_a_file_that_the_manifest_promises_is_missed(tmp_path):
+    path = save_run(tmp_path, (10,)) / "step-00000010"
+    data_file(path).unlink()
+    found = faults(path)
+    assert {each.kind for each in found} == {"incomplete"}
+    assert len([each for each in found if each.where.endswith(".distcp")]) == 1
+
+
+def test_deep_compares_the_fingerprint(tmp_path):
+    path = save_run(tmp_path, (10,), fingerprint=True) / "step-00000010"
+    assert check_deep(path) == []
+    manifest = read_manifest(path)
+    changed = {**manifest.fingerprint, "model.second.bias": "00"}
+    write_manifest(path, manifest.model_copy(update={"fingerprint": changed}))
+    (found,) = check_deep(path)
+    assert (found.kind, found.where, found.expected) == ("fingerprint", "model.second.bias", "00")
+
+
+def test_the_fingerprint_of_a_checkpoint_is_its_engines(tmp_path):
+    trained = engine()
+    train(trained, 2)
+    orlop.CheckpointStore(tmp_path).save(trained, 1)
+    assert orlop.fingerprint(tmp_path / "step-00000001") == orlop.fingerprint(trained)
