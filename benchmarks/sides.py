@@ -145,12 +145,16 @@ class Results:
 
     def add(self, what: str, *, ours: str, other: str = "", ratio: str = "", bar: str = "") -> None:
         """One line that is no comparison of times."""
-        self._rows.append((what, ours, other, ratio, bar, "", ""))
+        self._append(what, ours, other, ratio, bar, "", "")
 
     def compare(self, what: str, times: Times, bar: str = "", *, nbytes: int = 0, ours: int = 0) -> None:
         """One comparison of two sides' times, of which the last is the other one."""
         a, b = (rate(nbytes, seconds) for seconds in (times.medians[ours], times.medians[-1]))
-        self._rows.append((what, a, b, times.ratio(ours), bar, times.cpu_ratio(ours), f"{times.spread:.2f}"))
+        self._append(what, a, b, times.ratio(ours), bar, times.cpu_ratio(ours), f"{times.spread:.2f}")
+
+    def _append(self, *row: str) -> None:
+        self._rows.append(row)
+        print("  ".join(row), flush=True)  # a run takes minutes
 
     def show(self) -> None:
         """Print it, and the machine's load, which says how far to trust it."""

@@ -1,8 +1,8 @@
 """Train, kill, resume, compare: is a run that was killed twice the same, bit for bit, as one that never was?
 
-A drill (`orlop drill`) of `train_gpt.py` on two ranks: one kill of all ranks between two steps, one while a checkpoint is
-being written; after each, the same command starts it again. Then every step's loss, gradient norm and learning rate are
-compared, and the final state leaf by leaf. Exit code 0: identical; 1: not, or a kill that was planned did not happen.
+A drill (`orlop drill`) of `train_gpt.py` on two ranks: one kill of all ranks between two steps, one while a checkpoint
+is being written; after each, the same command starts it again. Then every step's loss, gradient norm and learning rate
+are compared, and the final state leaf by leaf. Exit code 0: identical; 1: not, or a planned kill did not happen.
 
     python examples/demo.py [--steps 60] [--save-every 10] [--seed 0] [--out .demo]
 """

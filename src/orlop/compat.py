@@ -372,10 +372,13 @@ def _split_factor(placement: Any) -> dict[str, int]:
 
 
 def has_default_order(tensor: DTensor) -> bool:
-    """Whether the placements were applied in mesh order; from 2.10 on a spec may carry another ``shard_order``."""
-    order = getattr(tensor._spec, "shard_order", None)
-    default = getattr(type(tensor._spec), "compute_default_shard_order", None)
-    return order is None or default is None or order == default(tensor.placements)
+    """Whether the parts were cut in the order that `local_box` takes; from 2.10 on a spec may say its ``shard_order``."""
+    order = getattr(tensor._spec, "shard_order", None) or ()
+    cuts, _ = _cuts(tensor)
+    return all(
+        tuple(entry.mesh_dims) == tuple(mesh_dim for mesh_dim, axis in cuts if axis == entry.tensor_dim)
+        for entry in order
+    )
 
 
 # -- versions of optimizers ------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def _fsdp_tp(model):
 
 def _ep(model):
     """D11: whole experts to the ranks of one dimension, each of them sharded over the other."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
     _distribute(model.experts, mesh["ep"], Shard(0))
     fully_shard(model.experts, mesh=mesh["fsdp"])
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))

@@ -99,6 +99,11 @@ def _uneven_round_trip(rank, folder, kind, optimizer_class, options):
     for engine in (first, second):
         run(engine, range(3, 6))
     _same(_snapshot(first), _snapshot(second))
+    # Now all have state, after other numbers of steps.
+    first.save_dcp(f"{folder}/later")
+    third = _experts(kind, seed=8, optimizer_class=optimizer_class, **options)
+    assert not third.load_dcp(f"{folder}/later").of("absent")
+    _same(_snapshot(first), _snapshot(third))
     return [finding.leaf for finding in report.of("absent")]
 
 
@@ -125,6 +130,8 @@ def test_experts_without_tokens_are_saved_whole_and_each_rank_gets_its_own_back(
     record = read_manifest(tmp_path / "x").uneven["optimizer"]["experts"]
     assert record.ranks == [{"step": 2.0}, None]
     assert record.layout == "ep=2: Shard(0)"
+    later = read_manifest(tmp_path / "later").uneven["optimizer"]["experts"]
+    assert later.ranks == [{"step": 5.0}, {"step": 2.0}]
     # Plain DCP finds the tensor whole, with initial values where there was no state, and the step of those that had it.
     plain = {
         "optimizer.state.experts.exp_avg": torch.ones(4, 3),
@@ -262,6 +269,7 @@ def test_a_region_that_no_rank_saved_is_named_with_the_ranks_that_need_it(tmp_pa
         assert kind == "CheckpointIncomplete"
         assert "uncovered: model.w" in text
         assert "not covered: (2, 2) at (3, 0); needed by rank 1" in text
+        assert "rank 0" not in text
 
 
 def _plain_shard(rank, folder):
@@ -332,6 +340,7 @@ def _load_adapter(rank, folder):
     return values, sorted(finding.leaf for finding in report.of("left out")), set(report.counts)
 
 
+@pytest.mark.fsdp
 def test_f11_adapters_are_saved_without_their_base_and_resume_strictly_on_other_ranks(tmp_path):
     (first, _) = run_ranks(_save_adapter, 2, str(tmp_path))
     adapter = sum(value.nbytes for name, value in first.items() if not name.startswith("base."))

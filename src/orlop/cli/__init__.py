@@ -1,7 +1,7 @@
 """The command line: parse, call, render, exit code.
 
-Owns what is printed and the exit code. The commands' modules import what they call when they are called: `--help`, `ls`,
-`inspect`, `verify` and `prune` start in a blink and never import torch or numpy.
+Owns what is printed and the exit code. The commands' modules import what they call when they are called: `--help`,
+`ls`, `inspect`, `verify` and `prune` start in a blink and never import torch or numpy.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ def convert(
     only: Annotated[
         list[str] | None, typer.Option(help="Take only this part (model, optimizer, ...); may be repeated.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32: for the model's floating-point tensors.")] = "",
+    dtype: Annotated[
+        str, typer.Option(help="bf16, fp16 or fp32: for the model's floating-point tensors.")
+    ] = "",
     cast_moments: Annotated[
         bool, typer.Option("--cast-moments", help="Cast optimizer state to that dtype, too.")
     ] = False,
@@ -72,10 +74,13 @@ def convert(
         print_json(asdict(result))
         return
     typer.secho(
-        f"{result.path}: {result.num_leaves} leaves in {len(result.files)} files, {size_text(result.nbytes)}", fg="green"
+        f"{result.path}: {result.num_leaves} leaves in {len(result.files)} files, {size_text(result.nbytes)}",
+        fg="green",
     )
     if result.left_out:
-        typer.echo(f"  left out, as the format can't hold plain data or holds tied ones once: {len(result.left_out)}")
+        typer.echo(
+            f"  left out, as the format can't hold plain data or holds tied ones once: {len(result.left_out)}"
+        )
 
 
 def _index(checkpoint: str, as_json: bool) -> None:
@@ -86,7 +91,9 @@ def _index(checkpoint: str, as_json: bool) -> None:
     if as_json:
         print_json({"path": checkpoint, "added": added})
     else:
-        typer.echo(f"{checkpoint}: {len(added)} indexes added" if added else f"{checkpoint}: all files have indexes")
+        typer.echo(
+            f"{checkpoint}: {len(added)} indexes added" if added else f"{checkpoint}: all files have indexes"
+        )
 
 
 def prune(
@@ -111,7 +118,9 @@ def prune(
         return
     verb = "would remove" if dry_run else "removed"
     steps = ", ".join(map(str, result.removed)) or "nothing"
-    typer.echo(f"{verb} {steps} ({size_text(result.freed_bytes)}); kept {', '.join(map(str, result.kept)) or 'nothing'}")
+    typer.echo(
+        f"{verb} {steps} ({size_text(result.freed_bytes)}); kept {', '.join(map(str, result.kept)) or 'nothing'}"
+    )
     if result.busy:
         typer.echo(f"being read, so left for later: {', '.join(map(str, result.busy))}")
     if result.passed_over:

@@ -65,7 +65,9 @@ def _print(result: DiffResult) -> None:
         fg="green" if result.is_same else "red",
         bold=True,
     )
-    print_findings([finding for finding in result.findings if finding.where not in {v.leaf for v in result.values}])
+    print_findings(
+        [finding for finding in result.findings if finding.where not in {v.leaf for v in result.values}]
+    )
     if not result.values:
         return
     ordered = sorted(result.values, key=lambda difference: -difference.max_rel)

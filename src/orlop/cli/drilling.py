@@ -13,14 +13,15 @@ import typer
 from orlop.cli.render import CAN_NOT_READ, FINDINGS, AsJson, print_json, print_table
 
 if TYPE_CHECKING:
-    from orlop.tools.drill.drilling import DrillResult
+    from orlop.tools.drill.drilling import DrillOptions, DrillResult
 
 CONTEXT = {"allow_interspersed_args": False}
 
 
 def drill(
     command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND...", help="The training command; {run} is its directory.")
+        list[str],
+        typer.Argument(metavar="-- COMMAND...", help="The training command; {run} is its directory."),
     ],
     kills: Annotated[int, typer.Option(min=1, help="How many kills.")] = 2,
     during_save: Annotated[
@@ -59,7 +60,7 @@ def drill(
     if as_json:
         print_json(_as_plain(result, command, seed))
     else:
-        _print(result, command, seed)
+        _print(result, _replay(command, options))
     if not result.is_identical:
         raise typer.Exit(FINDINGS)
 
@@ -100,7 +101,14 @@ def _as_plain(result: DrillResult, command: list[str], seed: int) -> dict[str, A
     }
 
 
-def _print(result: DrillResult, command: list[str], seed: int) -> None:
+def _replay(command: list[str], options: DrillOptions) -> str:
+    words = ["orlop", "drill", "--seed", str(options.seed), "--kills", str(options.kills)]
+    words += ["--during-save"] * options.during_save
+    words += ["--ranks", ",".join(map(str, options.ranks))] if options.ranks else []
+    return shlex.join([*words, "--out", str(options.out), "--", *command])
+
+
+def _print(result: DrillResult, replay: str) -> None:
     print_table(
         ("kill", "after step", "went on from", "done again", "processes"),
         [
@@ -128,4 +136,4 @@ def _print(result: DrillResult, command: list[str], seed: int) -> None:
     typer.secho(f"DIFFERENT, first in {first.what}: {first.difference}", fg="red", bold=True)
     if result.hint:
         typer.echo(f"usual cause: {result.hint}")
-    typer.echo(f"replay: orlop drill --seed {seed} -- {shlex.join(command)}  (with the same options)")
+    typer.echo(f"replay: {replay}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from orlop.tools.opened import Opened
     from orlop.tools.overview import Group, LeafRow
 
-_COLOURS = {"complete": "green", "verified": "green", "partial": "yellow"}
+_SHOWN = 5
 
 
 def ls(
@@ -70,7 +70,9 @@ def ls(
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint's directory.")],
     pattern: Annotated[str, typer.Argument(help="Only leaves that match: a glob, or a part of a name.")] = "",
-    tensors: Annotated[bool, typer.Option("--tensors", help="Every leaf: dtype, shape, chunks, size.")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Every leaf: dtype, shape, chunks, size.")
+    ] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Names as a tree, with totals.")] = False,
     groups: Annotated[bool, typer.Option("--groups", help="Param groups and hyperparameters.")] = False,
     files: Annotated[bool, typer.Option("--files", help="Files, their sizes and records.")] = False,
@@ -97,8 +99,10 @@ def inspect(
     if groups:
         _print_groups(overview.groups(opened))
     if files:
-        table = [(row.name, size_text(row.nbytes), row.num_records, "yes" if row.is_indexed else "") for row in
-                 overview.files(opened)]
+        table = [
+            (row.name, size_text(row.nbytes), row.num_records, "yes" if row.is_indexed else "")
+            for row in overview.files(opened)
+        ]
         print_table(("file", "size", "records", "indexed"), table, right=(1, 2))
     if tree:
         _print_tree(rows)
@@ -192,9 +196,12 @@ def _inspected(opened: Opened, rows: list[LeafRow]) -> dict[str, Any]:
     manifest = opened.manifest
     return {
         "path": str(opened.location),
-        "manifest": None if manifest is None else manifest.model_dump(mode="json", exclude={"files", "digests"}),
+        "manifest": None
+        if manifest is None
+        else manifest.model_dump(mode="json", exclude={"files", "digests"}),
         "dcp_version": opened.catalog.version,
         "parts": [asdict(part) for part in overview.parts(rows, overview.labels(opened.catalog))],
+        "absent": overview.absent(opened),
         "groups": [asdict(group) for group in overview.groups(opened)],
         "files": [asdict(row) for row in overview.files(opened)],
         "leaves": [asdict(row) for row in rows],
@@ -216,10 +223,9 @@ def _print_summary(opened: Opened, rows: list[LeafRow]) -> None:
         )
         for name, class_name in manifest.optimizer_classes.items():
             typer.echo(f"  {name}: {class_name}")
-        for name, params in manifest.absent.items():
-            if params:
-                typer.echo(f"  {name}: no state yet for {len(params)} parameters: {', '.join(params[:5])}"
-                           f"{', ...' if len(params) > 5 else ''}")
+    for name, params in overview.absent(opened).items():
+        shown = ", ".join(params[:_SHOWN]) + (", ..." if len(params) > _SHOWN else "")
+        typer.echo(f"  {name}: no state yet for {len(params)} parameters: {shown}")
     table = [
         (part.part, part.num_leaves, f"{part.num_elements:,}", size_text(part.nbytes))
         for part in overview.parts(rows, overview.labels(opened.catalog))
@@ -229,8 +235,13 @@ def _print_summary(opened: Opened, rows: list[LeafRow]) -> None:
 
 def _print_leaves(rows: list[LeafRow]) -> None:
     table = [
-        (row.leaf, row.dtype or "data", "" if row.shape is None else _shape(row.shape), row.num_chunks,
-         size_text(row.nbytes))
+        (
+            row.leaf,
+            row.dtype or "data",
+            "" if row.shape is None else _shape(row.shape),
+            row.num_chunks,
+            size_text(row.nbytes),
+        )
         for row in rows
     ]
     print_table(("leaf", "dtype", "shape", "chunks", "size"), table, right=(3, 4))

@@ -16,7 +16,7 @@ from orlop.dcp.description import Unusual, described
 from orlop.dcp.dtypes import ITEM_BYTES
 from orlop.errors import CheckpointCorrupt
 
-__all__ = ["Member", "TensorRecord", "Unusual", "content_at", "locate_tensor", "read_directory"]
+__all__ = ["Member", "TensorRecord", "Unusual", "content_at", "locate_tensor", "raw_at", "read_directory"]
 
 ReadAt = Callable[[int, int], bytes]
 
@@ -206,9 +206,23 @@ def _wide(extra: bytes, size: int, stored: int, header_at: int, where: str) -> t
 
 
 def content_at(read: ReadAt, member: Member, name: str, nbytes: int, where: str) -> int:
-    """Where a stored file's bytes start in the record."""
+    """Where a stored file's bytes start in the record.
+
+    Raises:
+        Unusual: It is compressed.
+        CheckpointCorrupt: Its header is damaged.
+    """
     if not member.is_stored:
         raise Unusual("it is compressed")
+    return raw_at(read, member, name, nbytes, where)
+
+
+def raw_at(read: ReadAt, member: Member, name: str, nbytes: int, where: str) -> int:
+    """Where a file's bytes start in the record, compressed or not.
+
+    Raises:
+        CheckpointCorrupt: Its header is damaged.
+    """
     encoded = name.encode()
     extra_at = _LOCAL.size + len(encoded)
     header = read(member.header_at, extra_at + _USUAL_PADDING)
@@ -225,7 +239,7 @@ def content_at(read: ReadAt, member: Member, name: str, nbytes: int, where: str)
     if not is_sound or not _adds_up(header[extra_at : extra_at + extra_bytes], extra_bytes):
         raise CheckpointCorrupt("a file in a record has a damaged header", where=f"{where}: {name}")
     at = int(member.header_at + extra_at + extra_bytes)
-    if at + member.nbytes > nbytes:
+    if at + member.stored_bytes > nbytes:
         raise CheckpointCorrupt("a file in a record lies outside it", where=f"{where}: {name}")
     return at
 

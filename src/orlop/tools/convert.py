@@ -1,8 +1,8 @@
 """`convert`: a checkpoint as safetensors, as a file for `torch.load`, or as a new DCP checkpoint.
 
 Owns which leaves are taken, in which dtype, and that the result appears whole or not at all. The formats are
-`safetensors`', `torch_file`'s and `rewrite`'s. Needs torch; holds one region of a tensor at a time (one chunk of 256 MiB
-at most for DCP).
+`safetensors`', `torch_file`'s and `rewrite`'s. Needs torch; holds one region of a tensor at a time (for DCP one chunk,
+of 256 MiB at most).
 """
 
 from __future__ import annotations
@@ -118,20 +118,26 @@ def convert(
     """
     target = locate(out)
     if isinstance(target, Url):
-        raise CheckpointNotFound("a conversion is written to this machine", where=str(out), todo="give a local path")
+        raise CheckpointNotFound(
+            "a conversion is written to this machine", where=str(out), todo="give a local path"
+        )
     chosen = tuple(only) or (("model",) if to == "safetensors" else ())
     selection = Selection(only=chosen, dtype=_dtype(dtype), cast_moments=cast_moments)
     opened = Opened(checkpoint)
     source = _Source(StoredValues(opened), selection, on_bytes)
     if not source.leaves:
-        raise CheckpointNotFound("nothing of that is in the checkpoint", where=str(checkpoint), found=str(chosen))
+        raise CheckpointNotFound(
+            "nothing of that is in the checkpoint", where=str(checkpoint), found=str(chosen)
+        )
     _require_whole(source)
     publish.require_free(target)
     if to == "safetensors":
         return _to_safetensors(source, target, shard_bytes)
     if to == "torch":
         return _to_torch(source, target)
-    written = rewrite.rewrite(source.values, source.leaves, source.dtypes, target, selection.only, source.part)
+    written = rewrite.rewrite(
+        source.values, source.leaves, source.dtypes, target, selection.only, source.part
+    )
     sizes = files.file_sizes(target)
     return Converted(path=target, files=list(sizes), num_leaves=written, nbytes=sum(sizes.values()))
 
@@ -143,7 +149,9 @@ def _dtype(name: str | None) -> str | None:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         todo = "bf16, fp16, fp32, or torch's name of a floating-point dtype"
-        raise CheckpointMismatch("there is no such floating-point dtype", where="--dtype", found=name, todo=todo)
+        raise CheckpointMismatch(
+            "there is no such floating-point dtype", where="--dtype", found=name, todo=todo
+        )
     return name
 
 

@@ -29,6 +29,8 @@ def check_deep(path: str | os.PathLike[str]) -> list[Finding]:
         if leaf not in failed and found.get(leaf) != digest:
             what = "its values are not those that were fingerprinted when it was saved"
             findings.append(
-                Finding(kind="fingerprint", where=leaf, what=what, expected=digest, found=str(found.get(leaf)))
+                Finding(
+                    kind="fingerprint", where=leaf, what=what, expected=digest, found=str(found.get(leaf))
+                )
             )
     return findings

@@ -1,7 +1,7 @@
 """`diff`: what differs between two checkpoints, whatever their world sizes, layouts and writers.
 
-Owns which leaves are held against each other. How values differ is `differences`', param groups are compared by the names
-of their parameters. Needs torch; holds one region of a tensor at a time.
+Owns which leaves are held against each other. How values differ is `differences`'; param groups are compared by the
+names of their parameters. Needs torch; holds one region of a tensor at a time.
 """
 
 from __future__ import annotations

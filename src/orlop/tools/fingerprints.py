@@ -75,9 +75,7 @@ def fingerprint(source: Live | str | os.PathLike[str]) -> Fingerprint:
     return of_engine.fingerprint(source)
 
 
-def stored_fingerprint(
-    path: str | os.PathLike[str], findings: list[Finding] | None = None
-) -> Fingerprint:
+def stored_fingerprint(path: str | os.PathLike[str], findings: list[Finding] | None = None) -> Fingerprint:
     """The fingerprint of a checkpoint, as the engine that saved it had it.
 
     Args:

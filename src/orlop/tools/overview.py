@@ -1,7 +1,7 @@
 """What a checkpoint holds, as rows to show: leaves, totals by part, param groups, files, who wrote it.
 
-Owns which row says what. Opens only the records of param groups, and only when groups are asked for. Must not know torch
-nor how rows are printed.
+Owns which row says what. Opens only the records of param groups, and only when groups are asked for. Must not know
+torch, nor how rows are printed.
 """
 
 from __future__ import annotations
@@ -215,6 +215,24 @@ def groups(opened: Opened) -> list[Group]:
             )
         ]
     return _grouped(found)
+
+
+def absent(opened: Opened) -> dict[str, list[str]]:
+    """The parameters without state, by optimizer: as the manifest tells, or else those in a group that have none.
+
+    Raises:
+        CheckpointError: A param group can't be read.
+    """
+    manifest = opened.manifest
+    if manifest is not None:
+        return {optimizer: list(params) for optimizer, params in manifest.absent.items() if params}
+    optimizers = labels(opened.catalog)
+    states = (split_state(leaf, optimizers) for leaf in opened.catalog.leaves)
+    present = {state[:2] for state in states if state is not None}
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for group in groups(opened):
+        found[group.optimizer] += [param for param in group.params if (group.optimizer, param) not in present]
+    return {optimizer: params for optimizer, params in found.items() if params}
 
 
 def _grouped(by_parameter: dict[tuple[str, str], dict[str, Any]]) -> list[Group]:

@@ -1,7 +1,7 @@
 """`prune`: the checkpoints of a run that may go, by the same rule as a store's own retention.
 
-Owns nothing of that rule (`store.catalog`). The newest complete checkpoint, incomplete ones and those that are being read
-stay. Needs no torch.
+Owns nothing of that rule (`store.catalog`). The newest complete checkpoint, incomplete ones and those that are being
+read stay. Needs no torch.
 """
 
 from __future__ import annotations

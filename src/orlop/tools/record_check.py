@@ -183,7 +183,9 @@ def _require_padding(read: ReadAt, member: Member, name: str, at: int, where: st
         return
     padding = extra[_FIELD_BYTES : _FIELD_BYTES + int.from_bytes(extra[2:4], "little")]
     if len(set(padding)) > 1:
-        raise CheckpointCorrupt("the padding of a record was damaged after it was written", where=f"{where}: {name}")
+        raise CheckpointCorrupt(
+            "the padding of a record was damaged after it was written", where=f"{where}: {name}"
+        )
 
 
 def _check_description(job: RecordJob, read: ReadAt) -> None:

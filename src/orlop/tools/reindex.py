@@ -41,7 +41,9 @@ def index_in_place(
         CheckpointMismatch: The check has findings; an index would make damage look right. Nothing was written.
         CheckpointError: The checkpoint can't be read.
     """
-    faults = [finding for finding in check_checkpoint(checkpoint, on_bytes=on_bytes).findings if finding.is_fault]
+    faults = [
+        finding for finding in check_checkpoint(checkpoint, on_bytes=on_bytes).findings if finding.is_fault
+    ]
     if faults:
         raise CheckpointMismatch(
             f"there are {len(faults)} findings, so nothing was indexed",
@@ -80,7 +82,11 @@ def _record(
         if not extent.transforms:
             try:
                 source = from_record(
-                    lambda at, count: file.read(extent.offset + at, count), leaf, extent, box.sizes, entry.dtype
+                    lambda at, count: file.read(extent.offset + at, count),
+                    leaf,
+                    extent,
+                    box.sizes,
+                    entry.dtype,
                 )
                 dtype, data = entry.dtype, (source.at, source.nbytes)
             except Unusual:

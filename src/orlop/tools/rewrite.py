@@ -110,7 +110,9 @@ def _aliases(values: StoredValues, leaves: Sequence[str]) -> dict[str, str]:
     for leaf in leaves:
         entry = values.catalog.leaves[leaf]
         if entry is not None and entry.chunks:
-            first = firsts.setdefault(tuple(values.catalog.extents[leaf, box.offsets] for box in entry.chunks), leaf)
+            places = [values.catalog.extents.get((leaf, box.offsets)) for box in entry.chunks]
+            known = tuple(place for place in places if place is not None)
+            first = firsts.setdefault(known, leaf) if len(known) == len(places) else leaf
             if first != leaf:
                 aliases[leaf] = first
     return aliases
@@ -168,8 +170,14 @@ def _manifest(manifest: Manifest, only: Sequence[str], digests: dict[str, str], 
         changes["fingerprint"] = None
     if only:
         for name in ("optimizer_classes", "absent", "uneven", "parts"):
-            changes[name] = {label: value for label, value in getattr(manifest, name).items() if label in only}
+            changes[name] = {
+                label: value for label, value in getattr(manifest, name).items() if label in only
+            }
         if manifest.fingerprint is not None and not is_cast:
-            kept = {leaf: digest for leaf, digest in manifest.fingerprint.items() if leaf.partition(".")[0] in only}
+            kept = {
+                leaf: digest
+                for leaf, digest in manifest.fingerprint.items()
+                if leaf.partition(".")[0] in only
+            }
             changes["fingerprint"] = kept
     return manifest.model_copy(update=changes)

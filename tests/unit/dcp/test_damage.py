@@ -125,6 +125,22 @@ def test_truncation(tmp_path, writer, name):
         assert outcome(tmp_path / "x") != "same"
 
 
+def test_a_record_that_says_it_is_compressed_and_is_not(tmp_path):
+    # One flipped bit: torch's loader inflates the raw numbers, and is content with what comes out.
+    make(tmp_path / "x", "torch")
+    path = tmp_path / "x" / "__0_0.distcp"
+    good = path.read_bytes()
+    name, at, entries = b"archive/data/0", 0, 0
+    while (at := good.find(b"PK\x01\x02", at) + 1) > 0:
+        if good[at + 45 :].startswith(name):
+            entries += 1
+            bad = bytearray(good)
+            bad[at + 9] ^= 8
+            path.write_bytes(bad)
+            assert outcome(tmp_path / "x") == "CheckpointCorrupt"
+    assert entries == 3
+
+
 if __name__ == "__main__":
     import sys
     import tempfile

@@ -36,6 +36,7 @@ def located(content):
     return locate_tensor(reading(content), len(content), "leaf in file")
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_the_tables_agree_with_torch():
     for name in DTYPES:
         assert getattr(torch, name).itemsize == ITEM_BYTES[name]

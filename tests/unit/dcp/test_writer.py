@@ -1,3 +1,5 @@
+import inspect
+import io
 import pickle
 import threading
 import zlib
@@ -5,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -44,8 +47,6 @@ def test_a_single_record_is_what_torch_load_takes(tmp_path, state):
     for index, info in metadata.storage_data.items():
         with (tmp_path / "x" / info.relative_path).open("rb") as file:
             file.seek(info.offset)
-            import io
-
             value = torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
         if isinstance(state.get(index.fqn), torch.Tensor):
             assert torch.equal(value, state[index.fqn])
@@ -164,3 +165,32 @@ def test_everything_is_fsynced_and_the_metadata_comes_last(tmp_path, state):
     assert disk.operations[renames[-1]].target.name == ".metadata"
     assert not any(kind in ("open", "write") for kind, _ in done[renames[-1] :])
     assert done[-1] == ("fsync", "x")
+
+
+@pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this torch has no such save"
+)
+def test_a_save_without_collectives_has_metadata_of_each_rank(tmp_path, state):
+    dcp.save(state, storage_writer=Writer(tmp_path / "x"), use_collectives=False)
+    assert sorted(file.name for file in (tmp_path / "x").iterdir()) == [
+        "__0.metadata",
+        "__0_0.distcp",
+        "__0_0.index.json",
+    ]
+    for reader in (Reader(tmp_path / "x"), dcp.FileSystemReader(tmp_path / "x")):
+        target = blank(state)
+        dcp.load(target, storage_reader=reader)
+        assert_equal(target, state)
+
+
+def test_an_asynchronous_save_is_the_same(tmp_path, state):
+    if not dist.is_initialized():
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dcp.async_save(state, storage_writer=Writer(tmp_path / "x")).result()
+        target = blank(state)
+        dcp.load(target, storage_reader=Reader(tmp_path / "x"))
+        assert_equal(target, state)
+    finally:
+        dist.destroy_process_group()

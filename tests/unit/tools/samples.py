@@ -39,7 +39,9 @@ class Net(nn.Module):
 def engine(seed: int = 0, lr: float = 1e-2) -> orlop.TrainEngine:
     torch.manual_seed(seed)
     model = Net()
-    return orlop.TrainEngine(model, orlop.SwapAdamW(model.parameters(), lr=lr), parts={"rng": orlop.RngState()})
+    return orlop.TrainEngine(
+        model, orlop.SwapAdamW(model.parameters(), lr=lr), parts={"rng": orlop.RngState()}
+    )
 
 
 def train(trained: orlop.TrainEngine, steps: int = 1) -> float:

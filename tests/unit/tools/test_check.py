@@ -6,13 +6,13 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.unit.tools.samples import VERSIONS, data_file, engine, flip, golden, save_large, save_run, train
 
 import orlop
 from orlop.errors import CheckpointNotFound
 from orlop.store.manifest import read_manifest, write_manifest
 from orlop.tools.check import check_checkpoint
 from orlop.tools.deep import check_deep
-from tests.unit.tools.samples import VERSIONS, data_file, engine, flip, golden, save_large, save_run, train
 
 
 def faults(path):
@@ -63,7 +63,9 @@ def test_c10_every_flip_is_found_not_the_first(large):
 def test_c10_a_truncated_data_file_is_found(large, part):
     path = data_file(large)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
-    assert any(found.kind in ("corrupt", "incomplete") and path.name in found.where for found in faults(large))
+    assert any(
+        found.kind in ("corrupt", "incomplete") and path.name in found.where for found in faults(large)
+    )
 
 
 def test_c10_a_hole_of_zeros_is_found(large):
@@ -138,7 +140,10 @@ def test_state_that_is_there_in_part_is_found(tmp_path):
     broken = {"exp_avg": torch.ones(2)}
     saved = {
         "model": {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)},
-        "optimizer": {"state": {"a": state, "b": broken}, "param_groups": [{"lr": 0.1, "params": ["a", "b", "c"]}]},
+        "optimizer": {
+            "state": {"a": state, "b": broken},
+            "param_groups": [{"lr": 0.1, "params": ["a", "b", "c"]}],
+        },
     }
     dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)
     (found,) = faults(tmp_path / "x")

@@ -9,12 +9,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tests.unit.tools.samples import VERSIONS, data_file, engine, flip, golden, save_large, save_run, train
 
 import orlop
 from orlop.errors import CheckpointCorrupt, CheckpointExists, CheckpointMismatch, CheckpointNotFound
 from orlop.tools.convert import convert
 from orlop.tools.reindex import index_in_place
-from tests.unit.tools.samples import VERSIONS, data_file, engine, flip, golden, save_large, save_run, train
 
 
 def truth(version):
@@ -138,7 +138,14 @@ def test_containers_key_types_and_dtypes_survive(tmp_path):
     plain = {1: "int key", "t": (1, [2.5, None]), b"b": {"n": torch.arange(3)}}
     tensors = {
         str(dtype): torch.ones(2, 3).to(dtype)
-        for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64)
+        for dtype in (
+            torch.bool,
+            torch.uint8,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.complex64,
+            torch.int64,
+        )
     }
     saved = {"tensors": tensors, "empty": torch.ones(0, 3), "scalar": torch.tensor(2.0), "part": [plain]}
     dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.unit.tools.samples import data_file, engine, flip, golden, save_large, save_run, train
 
 import orlop
 from orlop.dcp.boxes import Box
 from orlop.errors import CheckpointCorrupt
 from orlop.tools.diff import diff_checkpoints
 from orlop.tools.differences import ValueComparison, first_difference
-from tests.unit.tools.samples import data_file, engine, flip, golden, save_large, save_run, train
 
 
 def save(path, **leaves):
@@ -63,7 +63,9 @@ def test_hyperparameters_are_compared_by_the_names_of_parameters(tmp_path):
 
 
 def test_shapes_dtypes_kinds_and_one_sided_leaves(tmp_path):
-    one = save(tmp_path / "a", shape=torch.ones(2), dtype=torch.ones(2), kind=torch.ones(1), only_a=torch.ones(1))
+    one = save(
+        tmp_path / "a", shape=torch.ones(2), dtype=torch.ones(2), kind=torch.ones(1), only_a=torch.ones(1)
+    )
     two = save(
         tmp_path / "b", shape=torch.ones(3), dtype=torch.ones(2).bfloat16(), kind=[1], only_b=torch.ones(1)
     )
@@ -78,7 +80,10 @@ def test_shapes_dtypes_kinds_and_one_sided_leaves(tmp_path):
 
 
 def test_exact_tells_zeros_apart(tmp_path):
-    one, two = save(tmp_path / "a", z=torch.tensor([0.0, math.nan])), save(tmp_path / "b", z=torch.tensor([-0.0, math.nan]))
+    one, two = (
+        save(tmp_path / "a", z=torch.tensor([0.0, math.nan])),
+        save(tmp_path / "b", z=torch.tensor([-0.0, math.nan])),
+    )
     assert orlop.diff(one, two) == []
     (found,) = orlop.diff(one, two, exact=True)
     assert (found.kind, found.expected, found.found) == ("value", "0.0 at (0,)", "-0.0")

@@ -1,12 +1,12 @@
 """A run's checkpoints: listed with their states, and pruned by the store's own rule."""
 
 import pytest
+from tests.unit.tools.samples import data_file, flip, golden, save_run
 
 from orlop.errors import CheckpointNotFound
 from orlop.store import catalog
 from orlop.tools.prune import prune
 from orlop.tools.run import list_run
-from tests.unit.tools.samples import data_file, flip, golden, save_run
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,12 @@ def states(run, **options):
 
 
 def test_all_complete(run):
-    assert states(run) == {10: ("complete", False), 20: ("complete", False), 30: ("complete", False), 40: ("complete", True)}
+    assert states(run) == {
+        10: ("complete", False),
+        20: ("complete", False),
+        30: ("complete", False),
+        40: ("complete", True),
+    }
 
 
 def test_c05_every_unusable_one_is_listed_with_its_reason(run):
@@ -36,7 +41,9 @@ def test_c05_every_unusable_one_is_listed_with_its_reason(run):
     name = catalog.unpublished_name("step-00000060", kind="partial", host="h", pid=1, token="0" * 8)
     (run / name).mkdir()
     rows = {row.step: row for row in list_run(run)}
-    assert [rows[step].state for step in (10, 20, 30, 40, 50, 60)] == ["complete"] * 2 + ["incomplete"] * 3 + ["partial"]
+    assert [rows[step].state for step in (10, 20, 30, 40, 50, 60)] == ["complete"] * 2 + [
+        "incomplete"
+    ] * 3 + ["partial"]
     assert ".metadata is missing" in rows[40].reason
     assert ".distcp is missing" in rows[30].reason
     assert "empty" in rows[50].reason

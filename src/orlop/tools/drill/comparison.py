@@ -7,32 +7,54 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orlop.store import files
 
-__all__ = ["KINDS", "Comparison", "bits", "compare_fingerprints", "compare_records", "hint", "kind_of", "read_records"]
+__all__ = [
+    "KINDS",
+    "Comparison",
+    "bits",
+    "compare_fingerprints",
+    "compare_records",
+    "hint",
+    "kind_of",
+    "read_records",
+]
 
 # Wall time is no state.
 _NOT_COMPARED = frozenset({"step", "seconds"})
 # What an exact resume must bring back; a fingerprint that lacks one of these proves less.
 KINDS = ("parameters and buffers", "moments", "step counters", "random generators", "sampler")
 _HINTS = (
-    ("random generators", "random streams are not restored: save orlop.RngState() as a part, and restore it last"),
-    ("sampler", "the data's position is not restored: the sampler has to save how far it is, and its generator"),
+    (
+        "random generators",
+        "random streams are not restored: save orlop.RngState() as a part, and restore it last",
+    ),
+    (
+        "sampler",
+        "the data's position is not restored: the sampler has to save how far it is, and its generator",
+    ),
     ("lr", "the learning rate's schedule is off: is the scheduler saved, and stepped once a step?"),
     ("scheduler", "the scheduler is not restored, or stepped once too often after a resume"),
-    ("param groups", "hyperparameters differ: does the start of the script overwrite those of the checkpoint?"),
+    (
+        "param groups",
+        "hyperparameters differ: does the start of the script overwrite those of the checkpoint?",
+    ),
     ("step counters", "optimizer state is not restored for all parameters (a step counter starts anew)"),
     ("moments", "moments are not restored exactly: are they cast, or is a part of them lost?"),
     ("progress counters", "the script counts something that it doesn't save"),
 )
+_SEED_HINT = (
+    "everything but random streams is identical, so this one is probably never seeded: two starts of the script differ "
+    "by themselves; seed all of them (random.seed, numpy.random.seed, torch.manual_seed)"
+)
 _LOSS_HINT = (
-    "the loss is off while the schedule is not: data order (a shuffle that is not seeded by the saved epoch), dropout's "
-    "random stream, or weights that were not restored"
+    "the loss is off while the schedule is not: data order (a shuffle that is not seeded by the saved epoch), "
+    "dropout's random stream, or weights that were not restored"
 )
 
 
@@ -103,7 +125,10 @@ def _different(mine: Any, other: Any) -> str:
 
 
 def compare_fingerprints(
-    one: Mapping[str, str], two: Mapping[str, str], required: Collection[str] = ()
+    one: Mapping[str, str],
+    two: Mapping[str, str],
+    required: Collection[str] = (),
+    describe: Callable[[str], str] | None = None,
 ) -> list[Comparison]:
     """Compare two final fingerprints leaf by leaf, one row for each kind of state.
 
@@ -111,6 +136,7 @@ def compare_fingerprints(
         one: Digest by leaf.
         two: Likewise.
         required: Kinds without which the comparison counts as failed.
+        describe: Says how a leaf differs; the digests without.
     """
     kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for leaf in sorted({*one, *two}):
@@ -118,7 +144,9 @@ def compare_fingerprints(
     rows = []
     for kind, leaves in kinds.items():
         off = next((leaf for leaf in leaves if one.get(leaf) != two.get(leaf)), None)
-        difference = None if off is None else f"{off}: {one.get(off)} and {two.get(off)}"
+        difference = None
+        if off is not None:
+            difference = f"{off}: {one.get(off)} and {two.get(off)}" if describe is None else describe(off)
         if not leaves and kind in required:
             difference = "no leaf to compare"
         rows.append(Comparison(what=kind, count=len(leaves), difference=difference))
@@ -140,6 +168,9 @@ def kind_of(leaf: str) -> str:
 def hint(rows: Sequence[Comparison]) -> str | None:
     """The usual cause of what differs; None when nothing does, or nothing is known of it."""
     off = {row.what for row in rows if row.difference is not None}
+    # `orlop.record` notes a digest of each part, so that its row differs as well.
+    if "random generators" in off and off <= {"random generators", "sampler", "state"}:
+        return _SEED_HINT
     for kind, text in _HINTS:
         if kind in off:
             return text

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from orlop.store import files
 from orlop.store.listing import list_checkpoints
+from orlop.store.objects import Url
 from orlop.tools.drill.comparison import Comparison, compare_fingerprints, compare_records, hint, read_records
 from orlop.tools.drill.kills import Killed, plan_kills
 from orlop.tools.drill.runs import Run, RunFailed, Watcher, Witness
@@ -75,7 +77,7 @@ def drill(command: Sequence[str], options: DrillOptions, witness: Witness) -> Dr
     """Run a training command twice, kill one of them, compare.
 
     Args:
-        command: The words that start the training and, started again, resume it; `{run}` stands for the run's directory.
+        command: The words that start the training and, started again, resume it; `{run}` stands for the directory.
         options: How.
         witness: Told of steps and kills.
 
@@ -123,7 +125,11 @@ def drill(command: Sequence[str], options: DrillOptions, witness: Witness) -> Dr
 
 def _claim(out: Path) -> None:
     """Make sure that nothing but an earlier drill is ever removed."""
-    if files.is_directory(out) and not (out / _MARKER).exists() and (files.file_sizes(out) or files.directory_names(out)):
+    if (
+        files.is_directory(out)
+        and not (out / _MARKER).exists()
+        and (files.file_sizes(out) or files.directory_names(out))
+    ):
         raise ValueError(f"{out} is not empty and no earlier drill's; give another directory by --out")
     files.make_directory(out)
     files.write_file(out / _MARKER, b"")
@@ -155,10 +161,17 @@ def _records(run: Run) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """The state that a run ended with: the digest of each leaf, and the step it is of."""
+    """The state that a run ended with.
+
+    Attributes:
+        step: Which step it is of.
+        leaves: The digest of each leaf.
+        checkpoint: Where its values are; None when the command has noted digests alone.
+    """
 
     step: int
     leaves: dict[str, str]
+    checkpoint: Path | Url | None = None
 
 
 def _final_state(run: Run) -> _State:
@@ -172,16 +185,26 @@ def _final_state(run: Run) -> _State:
             f"{run.name}: there is no complete checkpoint in {run.root} at the end: the command writes elsewhere, or "
             "saves nothing"
         )
-    # Imported here: a drill of a command that notes its own fingerprints needs no torch.
-    from orlop.tools.fingerprints import stored_fingerprint
+    # Imported here: a drill of a command that notes its own digests needs no torch.
+    from orlop.tools.drill.states import fingerprint_of
 
-    return _State(step=whole[-1].step, leaves=dict(stored_fingerprint(whole[-1].path).leaves))
+    newest = whole[-1]
+    return _State(step=newest.step, leaves=fingerprint_of(newest.path), checkpoint=newest.path)
 
 
 def _compare_states(one: _State, two: _State, required: Sequence[str]) -> list[Comparison]:
     steps = None if one.step == two.step else f"step {one.step} and step {two.step}"
     rows = [Comparison(what="step of the final state", count=1, difference=steps)]
-    return rows + compare_fingerprints(one.leaves, two.leaves, required)
+    return rows + compare_fingerprints(one.leaves, two.leaves, required, partial(_describe, one, two))
+
+
+def _describe(one: _State, two: _State, leaf: str) -> str:
+    """How a leaf differs: in values where there are checkpoints, else in digests."""
+    if one.checkpoint is None or two.checkpoint is None:
+        return f"{leaf}: {one.leaves.get(leaf)} and {two.leaves.get(leaf)}"
+    from orlop.tools.drill.states import describe_difference
+
+    return describe_difference(one.checkpoint, two.checkpoint, leaf)
 
 
 def _compare_leftovers(killed: Run) -> Comparison:

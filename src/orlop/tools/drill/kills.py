@@ -63,7 +63,13 @@ class Killed:
 
 
 def plan_kills(
-    steps: Collection[int], saved: Collection[int], *, count: int, during_save: bool, step_seconds: float, seed: int
+    steps: Collection[int],
+    saved: Collection[int],
+    *,
+    count: int,
+    during_save: bool,
+    step_seconds: float,
+    seed: int,
 ) -> list[Kill]:
     """Kills at random instants of a run like the one that was seen, in the order of their steps.
 

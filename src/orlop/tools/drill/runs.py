@@ -108,7 +108,11 @@ class Run:
 
     def _folders(self) -> list[Path]:
         """The run directory and those right in it that are no checkpoints."""
-        below = [name for name in files.directory_names(self.directory) if parse_step(name.partition(".")[0]) is None]
+        below = [
+            name
+            for name in files.directory_names(self.directory)
+            if parse_step(name.partition(".")[0]) is None
+        ]
         return [self.directory, *(self.directory / name for name in below)]
 
 
@@ -211,10 +215,14 @@ class Watcher:
         frozen = processes.freeze_tree(child.pid)
         writing = max(self.run.writing() - left, default=None)
         if kill.moment == "while writing" and writing is None:
-            self.witness.on_event(self.run.name, "the write was over before the kill struck: trying the next save")
+            self.witness.on_event(
+                self.run.name, "the write was over before the kill struck: trying the next save"
+            )
             processes.thaw(frozen)
             return None
-        victims = frozen if not self.ranks else [each for each in frozen if processes.rank_of(each) in self.ranks]
+        victims = (
+            frozen if not self.ranks else [each for each in frozen if processes.rank_of(each) in self.ranks]
+        )
         if not victims:
             processes.thaw(frozen)
             raise RunFailed(f"{self.run.name}: no process has one of the ranks {sorted(self.ranks)}")

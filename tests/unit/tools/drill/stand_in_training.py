@@ -3,10 +3,12 @@
     stand_in_training.py DIRECTORY STEPS SAVE_EVERY FAULT [worker]
 
 It keeps one number, saves as the store does, and goes on from its newest checkpoint. The fault is `none`, or:
-`forgets` something at a resume, `never saves`, `fails` at step 3, writes quickly up to step 8 (`quick`).
+`forgets` something at a resume, `never saves`, `fails` at step 3, writes quickly up to step 8 (`quick`), has two
+`ranks`.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 
 
 def save(root: Path, step: int, seconds: float) -> None:
-    partial = root / f"step-{step:08d}.partial-x"
+    partial = root / f"step-{step:08d}.partial-here-1-00000000"
     partial.mkdir()
     time.sleep(seconds)
     partial.rename(root / f"step-{step:08d}")
@@ -46,11 +48,32 @@ def train(root: Path, steps: int, save_every: int, fault: str) -> None:
             save(root, step, seconds=0.1 if fault == "quick" and step <= 8 else 0.3)
     names = ("model.w", "optimizer.state.w.exp_avg", "optimizer.state.w.step", "rng.rank_0")
     leaves = {**dict.fromkeys(names, "00"), "data.rank_0": "02" if forgot else "01"}
-    (root / "fingerprint.json").write_text(json.dumps({"total": "00", "leaves": leaves}))
+    (root / "fingerprint.json").write_text(json.dumps({"step": step, "leaves": leaves}))
+
+
+def launch() -> int:
+    """One worker; or, by the fault `ranks`, two of which the second waits. As one ends, the other is ended."""
+    count = 2 if sys.argv[4] == "ranks" else 1
+    workers = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv, "worker"],
+            start_new_session=True,
+            env={**os.environ, "RANK": str(rank)},
+        )
+        for rank in range(count)
+    ]
+    while all(worker.poll() is None for worker in workers):
+        time.sleep(0.01)
+    codes = [worker.poll() for worker in workers]
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+    return next(code for code in codes if code is not None)
 
 
 if __name__ == "__main__":
-    if sys.argv[-1] == "worker":
-        train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
-    else:
-        sys.exit(subprocess.Popen([sys.executable, *sys.argv, "worker"], start_new_session=True).wait())
+    if sys.argv[-1] != "worker":
+        sys.exit(launch())
+    if os.environ["RANK"] != "0":
+        time.sleep(600)
+    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import processes
+from orlop.tools.drill import processes
 
 # A launcher with two workers in sessions of their own; the second has a child. Each says that it runs.
 LAUNCHER = """
