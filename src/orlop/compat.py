@@ -1,9 +1,8 @@
 """The only module that knows torch's versions and torch's private names.
 
-Owns: one small function for each thing that orlop needs of torch and that torch does not offer in public, or offers
-differently between 2.6 and 2.15. Must not know: anything of orlop but its errors. Where a function rests on a private
-name, its docstring says which.
-"""
+Owns: one small function for each thing that orlop needs of torch and that torch does not offer in public, or
+offers differently between 2.6 and 2.15. Must not know: anything of orlop but its errors. Where a function
+rests on a private name, its docstring says which."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ def torch_release() -> tuple[int, int]:
 def raw_step(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], Any]:
     """The class's ``step``, one level below torch's profiling wrapper, so that step hooks do not fire in it.
 
-    ``Optimizer._patch_step_function`` wraps ``step`` at the first construction and marks the wrapper ``hooked``.
-    """
+    ``Optimizer._patch_step_function`` wraps ``step`` at the first construction and marks the wrapper
+    ``hooked``."""
     step: Any = optimizer_class.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -74,10 +73,11 @@ def is_fsdp1_parameter(param: torch.Tensor) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, or the tensor itself; no copy, no autograd, collectives in flight waited for.
+    """This rank's part of a DTensor, or the tensor itself; no copy, no autograd, collectives in flight waited
+    for.
 
-    ``DTensor._local_tensor`` is the stable object; ``to_local()`` of a Parameter makes a new one each time from 2.13.
-    """
+    ``DTensor._local_tensor`` is the stable object; ``to_local()`` of a Parameter makes a new one each time
+    from 2.13."""
     if not isinstance(tensor, DTensor):
         return tensor
     local: Any = tensor._local_tensor
@@ -86,7 +86,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is torch's own kind (Tensor, Parameter, Buffer or DTensor), not some wrapper subclass."""
+    """Whether the tensor is torch's own kind (Tensor, Parameter, Buffer or DTensor), not some wrapper
+    subclass."""
     return type(tensor) in (torch.Tensor, Parameter, DTensor) or isinstance(
         tensor, (torch.nn.Buffer, torch.nn.Parameter)
     )
@@ -95,9 +96,9 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
 def dtensor_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """`local` as this rank's part of a DTensor with the mesh, placements and global shape of `param`.
 
-    The local tensor keeps its device, storage and dtype: ``DTensor.from_local`` would move it to the mesh's device, so
-    the constructor is called with a copy of ``param._spec``. For a plain `param` the answer is `local` itself.
-    """
+    The local tensor keeps its device, storage and dtype: ``DTensor.from_local`` would move it to the mesh's
+    device, so the constructor is called with a copy of ``param._spec``. For a plain `param` the answer is
+    `local` itself."""
     if not isinstance(param, DTensor):
         return local
     spec = copy.copy(param._spec)
@@ -107,14 +108,16 @@ def dtensor_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def empty_state_like(param: torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """An empty tensor with the shape, strides and (for a DTensor) mesh and placements of `param`; local on `device`."""
+    """An empty tensor with the shape, strides and (for a DTensor) mesh and placements of `param`; local on
+    `device`."""
     local = local_tensor(param)
     empty = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device=device)
     return dtensor_like(param, empty)
 
 
 def shard_like(param: DTensor, whole: torch.Tensor) -> DTensor:
-    """`whole`, which is equal on all ranks, as a DTensor with the mesh and placements of `param`; no communication."""
+    """`whole`, which is equal on all ranks, as a DTensor with the mesh and placements of `param`; no
+    communication."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
@@ -153,7 +156,8 @@ def accelerator() -> torch.device | None:
 
 
 def register_pinned(address: int, nbytes: int) -> Callable[[], None] | None:
-    """Page-lock existing host memory at its exact size; returns what undoes it, or None where torch offers no way.
+    """Page-lock existing host memory at its exact size; returns what undoes it, or None where torch offers no
+    way.
 
     Uses the CUDA runtime's ``cudaHostRegister`` (also HIP's, under the same name in torch).
     """
@@ -204,11 +208,11 @@ def unflatten_state_dict(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any,
 
 
 def own_loading(module: torch.nn.Module) -> str | None:
-    """Why this module's values must go through its own ``load_state_dict``; None if filling them in place is the same.
+    """Why this module's values must go through its own ``load_state_dict``; None if filling them in place is
+    the same.
 
-    Looks at ``_load_state_dict_pre_hooks`` and ``_load_from_state_dict``; torch's own hooks (FSDP2's, the checkpoint
-    wrapper's) only reshard or rename, and don't count.
-    """
+    Looks at ``_load_state_dict_pre_hooks`` and ``_load_from_state_dict``; torch's own hooks (FSDP2's, the
+    checkpoint wrapper's) only reshard or rename, and don't count."""
     for hook in module._load_state_dict_pre_hooks.values():
         function = getattr(hook, "hook", hook)
         if not _is_torchs(function):
@@ -227,7 +231,8 @@ def _is_torchs(function: Any) -> bool:
 
 
 def fire_load_post_hooks(module: torch.nn.Module) -> None:
-    """Run what ``register_load_state_dict_post_hook`` registered, children first, as ``load_state_dict`` does.
+    """Run what ``register_load_state_dict_post_hook`` registered, children first, as ``load_state_dict``
+    does.
 
     ``_load_state_dict_post_hooks``; nothing is missing or unexpected.
     """
@@ -243,10 +248,9 @@ def fire_load_post_hooks(module: torch.nn.Module) -> None:
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where this rank's part of a DTensor lies in the global tensor: (offsets, sizes); all of a plain tensor.
 
-    Torch's own ``compute_local_shape_and_global_offset`` is wrong in 2.6 where one axis is sharded twice, in 2.9 for
-    uneven strided shards, and gave an empty part the offset of a real one. Here an empty part stands at the end of its
-    axis. For axes in `strided_axes` no box is right, and it must not be used.
-    """
+    Torch's own ``compute_local_shape_and_global_offset`` is wrong in 2.6 where one axis is sharded twice, in
+    2.9 for uneven strided shards, and gave an empty part the offset of a real one. Here an empty part stands
+    at the end of its axis. For axes in `strided_axes` no box is right, and it must not be used."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -267,9 +271,8 @@ def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _cuts(tensor: DTensor) -> tuple[list[tuple[int, int]], set[int]]:
     """Which mesh dimension cuts which axis, in order; and the axes that end up interleaved.
 
-    ``_StridedShard`` is how FSDP over tensor parallelism cuts what the later mesh dimensions have left: then its
-    ``split_factor`` is their number of parts. With another factor a rank holds several pieces.
-    """
+    ``_StridedShard`` is how FSDP over tensor parallelism cuts what the later mesh dimensions have left: then
+    its ``split_factor`` is their number of parts. With another factor a rank holds several pieces."""
     order: list[tuple[int, int]] = []
     interleaved: set[int] = set()
     parts: dict[int, int] = {}
@@ -318,7 +321,8 @@ def storage_info(path: str, offset: int, nbytes: int, transforms: tuple[str, ...
 
 
 def storage_prefix(prefix: str) -> Any:
-    """What tells a rank how to name its files (``torch.distributed.checkpoint.filesystem._StoragePrefix``)."""
+    """What tells a rank how to name its files
+    (``torch.distributed.checkpoint.filesystem._StoragePrefix``)."""
     from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
     return _StoragePrefix(prefix)
@@ -346,8 +350,8 @@ def decoded_stream(stream: Any, transforms: tuple[str, ...]) -> Any:
 def strided_axes(tensor: DTensor) -> dict[int, torch.Tensor]:
     """For each axis that is interleaved: the global indices of this rank's elements along it, in their order.
 
-    Found by cutting a list of indices as torch cuts the tensor: ``_split_tensor`` of each placement, in mesh order.
-    """
+    Found by cutting a list of indices as torch cuts the tensor: ``_split_tensor`` of each placement, in mesh
+    order."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return {}
@@ -372,7 +376,8 @@ def _split_factor(placement: Any) -> dict[str, int]:
 
 
 def has_default_order(tensor: DTensor) -> bool:
-    """Whether the parts were cut in the order that `local_box` takes; from 2.10 on a spec may say its ``shard_order``."""
+    """Whether the parts were cut in the order that `local_box` takes; from 2.10 on a spec says its
+    ``shard_order``."""
     order = getattr(tensor._spec, "shard_order", None) or ()
     cuts, _ = _cuts(tensor)
     return all(
@@ -385,7 +390,8 @@ def has_default_order(tensor: DTensor) -> bool:
 
 
 def values_before_options(optimizer: Optimizer) -> dict[str, Any]:
-    """Options that torch's classes got over time, each with the value by which the class does what it did before."""
+    """Options that torch's classes got over time, each with the value by which the class does what it did
+    before."""
     is_adamw = isinstance(optimizer, torch.optim.AdamW)
     return {"maximize": False, "decoupled_weight_decay": is_adamw}
 

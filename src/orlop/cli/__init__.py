@@ -14,7 +14,8 @@ import typer
 from orlop.cli.changing import convert, prune
 from orlop.cli.comparing import diff
 from orlop.cli.drilling import CONTEXT, drill
-from orlop.cli.looking import inspect, ls, verify
+from orlop.cli.inspecting import inspect
+from orlop.cli.looking import ls, verify
 from orlop.cli.render import CAN_NOT_READ
 from orlop.errors import OrlopError
 from orlop.version import __version__

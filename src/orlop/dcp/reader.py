@@ -113,7 +113,9 @@ class Reader(StorageReader):
             CheckpointCorrupt: A file is shorter than the metadata says.
         """
         if not self._allow_gaps:
-            self._require_whole(item.storage_index.fqn for item in plan.items)
+            # A leaf of which nothing at all is stored has no item in any rank's plan, wanted or not.
+            bare = (leaf for leaf, entry in self._records.leaves.items() if _holds_nothing(entry))
+            self._require_whole([*(item.storage_index.fqn for item in plan.items), *bare])
         with without_collection():
             self._records.require_files(item.storage_index for item in plan.items)
         return plan
@@ -182,6 +184,12 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _holds_nothing(entry: object) -> bool:
+    if not isinstance(entry, TensorStorageMetadata) or not entry.size.numel():
+        return False
+    return not any(chunk.sizes.numel() for chunk in entry.chunks)
 
 
 def _fill(target: Tensor, box: Box, stored: Tensor) -> None:

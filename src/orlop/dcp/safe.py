@@ -116,13 +116,10 @@ def check_members(read: ReadAt, nbytes: int, where: str) -> str | None:
     """
     try:
         members = read_directory(read, nbytes, where)
-        for name, member in members.items():
-            reason = _check_member(read, member, name, nbytes, where)
-            if reason is not None:
-                return reason
+        reasons = [_check_member(read, member, name, nbytes, where) for name, member in members.items()]
     except Unusual as reason:
         return str(reason)
-    return None
+    return next(filter(None, reasons), None)
 
 
 def _check_member(read: ReadAt, member: Member, name: str, nbytes: int, where: str) -> str | None:

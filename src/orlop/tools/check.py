@@ -20,9 +20,10 @@ from orlop.dcp.contents import METADATA_NAME
 from orlop.dcp.index import FileIndex
 from orlop.errors import CheckpointError
 from orlop.store.manifest import MANIFEST_NAME, Manifest
-from orlop.tools import overview
+from orlop.tools import param_groups
 from orlop.tools.findings import Finding, as_error, from_error
 from orlop.tools.key_rules import check_names
+from orlop.tools.leaf_names import optimizer_names
 from orlop.tools.opened import Opened
 from orlop.tools.record_check import Outcome, RecordJob, check_record
 
@@ -120,7 +121,9 @@ def check_checkpoint(
     if catalog is not None:
         result.num_leaves = len(catalog.leaves)
         result.findings += _check_structure(catalog)
-        result.findings += check_names(catalog.leaves, overview.labels(catalog), _group_numbers(opened))
+        result.findings += check_names(
+            catalog.leaves, optimizer_names(catalog.leaves), _group_numbers(opened)
+        )
         jobs = _jobs_of(catalog, indexes)
     threads = num_threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     _check_records(opened, jobs, indexes, threads, result, on_bytes)
@@ -183,7 +186,7 @@ def _check_structure(catalog: Catalog) -> Iterator[Finding]:
 def _group_numbers(opened: Opened) -> dict[tuple[str, str], int]:
     """The param group of each parameter; none where a group's record can't be read (its own check says so)."""
     try:
-        groups = overview.groups(opened)
+        groups = param_groups.groups(opened)
     except (CheckpointError, OSError):
         return {}
     return {(group.optimizer, param): group.index for group in groups for param in group.params}

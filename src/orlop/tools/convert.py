@@ -25,6 +25,7 @@ from orlop.errors import CheckpointIncomplete, CheckpointMismatch, CheckpointNot
 from orlop.store import files, publish
 from orlop.store.objects import Url, locate
 from orlop.tools import overview, rewrite
+from orlop.tools.leaf_names import optimizer_names, split_state
 from orlop.tools.opened import Opened
 from orlop.tools.safetensors import DTYPES, Planned, plan_files, render_header, render_index
 from orlop.tools.stored_values import StoredValues, regions
@@ -60,7 +61,7 @@ class Selection:
         if self.dtype is None or not getattr(torch, entry.dtype).is_floating_point:
             return entry.dtype
         # A step counter or a learning rate is no moment: in 8 mantissa bits it would be another number.
-        state = overview.split_state(leaf, optimizers)
+        state = split_state(leaf, optimizers)
         is_moment = state is not None and state[2] != "step"
         if leaf.startswith("model.") or (self.cast_moments and is_moment):
             return self.dtype
@@ -164,7 +165,7 @@ class _Source:
         self.values = values
         self.catalog = values.catalog
         self.leaves = [leaf for leaf in self.catalog.leaves if selection.takes(leaf)]
-        optimizers = overview.labels(self.catalog)
+        optimizers = optimizer_names(self.catalog.leaves)
         self.dtypes = {
             leaf: selection.dtype_of(leaf, entry, optimizers)
             for leaf in self.leaves

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orlop.dcp.catalog import TensorEntry
-from orlop.tools import overview
+from orlop.tools import overview, param_groups
 from orlop.tools.differences import Difference, ValueComparison, first_difference
 from orlop.tools.findings import Finding
 from orlop.tools.opened import Opened
@@ -215,5 +215,7 @@ def _text(options: dict[str, Any], key: str) -> str:
 
 def _by_parameter(opened: Opened) -> dict[tuple[str, str], dict[str, Any]]:
     return {
-        (group.optimizer, param): group.options for group in overview.groups(opened) for param in group.params
+        (group.optimizer, param): group.options
+        for group in param_groups.groups(opened)
+        for param in group.params
     }

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
 from orlop.tools.findings import Finding
-from orlop.tools.overview import split_state
+from orlop.tools.leaf_names import split_state
 
 __all__ = ["check_names"]
 

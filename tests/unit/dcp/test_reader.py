@@ -168,7 +168,7 @@ def test_compressed_records_fall_back_and_bombs_do_not_unfold(tmp_path):
     assert reader.report.unchecked == {}
 
     repack(path, lambda name, content: bytes(1 << 26) if name.endswith("data/0") else content)
-    with pytest.raises(CheckpointCorrupt, match="unfold|checksum"):
+    with pytest.raises(CheckpointCorrupt, match=r"unfold|checksum"):
         read_box(Reader(path), "w", [0], [1000], torch.zeros(1000))
 
 

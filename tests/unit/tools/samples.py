@@ -53,7 +53,7 @@ def train(trained: orlop.TrainEngine, steps: int = 1) -> float:
     return loss
 
 
-def save_run(root: Path, steps: tuple[int, ...] = (10, 20), fingerprint: bool = False) -> Path:
+def save_run(root: Path | str, steps: tuple[int, ...] = (10, 20), fingerprint: bool = False) -> Path:
     """A run of orlop's with a checkpoint at each of these steps."""
     trained = engine()
     store = orlop.CheckpointStore(root, keep_last=None)

@@ -9,9 +9,10 @@ import torch.distributed.checkpoint as dcp
 from tests.unit.tools.samples import VERSIONS, data_file, engine, flip, golden, save_large, save_run, train
 
 import orlop
-from orlop.errors import CheckpointNotFound
+from orlop.errors import CheckpointIncomplete, CheckpointNotFound
 from orlop.store.manifest import read_manifest, write_manifest
 from orlop.tools.check import check_checkpoint
+from orlop.tools.convert import convert
 from orlop.tools.deep import check_deep
 
 
@@ -199,3 +200,52 @@ def test_the_fingerprint_of_a_checkpoint_is_its_engines(tmp_path):
     train(trained, 2)
     orlop.CheckpointStore(tmp_path).save(trained, 1)
     assert orlop.fingerprint(tmp_path / "step-00000001") == orlop.fingerprint(trained)
+
+
+def edit_metadata(path, edit):
+    """Change a plain checkpoint's metadata, as a save that failed half-way would have left it."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    edit(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_region_that_no_chunk_covers_is_found_and_not_converted(tmp_path):
+    path = golden("2.13.0", tmp_path)
+    edit_metadata(path, lambda metadata: metadata.state_dict_metadata["model.matrix"].chunks.pop())
+    gap, stray = faults(path)
+    assert (gap.kind, gap.where) == ("incomplete", "model.matrix")
+    assert "of its 15 elements" in gap.found
+    assert (stray.kind, stray.where) == ("corrupt", "model.matrix")
+    with pytest.raises(CheckpointIncomplete, match=r"model\.matrix"):
+        convert(path, tmp_path / "out", to="dcp")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_chunk_that_stands_in_no_file_is_found(tmp_path):
+    path = golden("2.13.0", tmp_path)
+
+    def forget(metadata):
+        for index in [index for index in metadata.storage_data if index.fqn == "model.matrix"][1:]:
+            del metadata.storage_data[index]
+
+    edit_metadata(path, forget)
+    (found,) = faults(path)
+    assert (found.kind, found.where) == ("incomplete", "model.matrix")
+    assert "no file" in found.what
+
+
+def test_a_record_of_another_shape_than_the_metadata_says_is_found(tmp_path):
+    path = golden("2.13.0", tmp_path)
+
+    def swap(metadata):
+        places = metadata.storage_data
+        one, two = (
+            next(index for index in places if index.fqn == f"model.{name}") for name in ("matrix", "unused")
+        )
+        places[one], places[two] = places[two], places[one]
+
+    edit_metadata(path, swap)
+    found = faults(path)
+    assert {each.where.split(" in ")[0] for each in found} == {"model.matrix", "model.unused"}
+    assert {each.kind for each in found} == {"corrupt"}
+    assert {each.what for each in found} == {"a record is not what the metadata says"}

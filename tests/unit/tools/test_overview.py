@@ -7,7 +7,7 @@ from tests.unit.tools.samples import VERSIONS, golden, save_run
 from tests.unit.tools.test_check import Trap
 
 from orlop.errors import CheckpointUnsafe
-from orlop.tools import overview
+from orlop.tools import overview, param_groups
 from orlop.tools.opened import Opened
 from orlop.tools.plain_records import Described, scalar
 
@@ -16,17 +16,17 @@ from orlop.tools.plain_records import Described, scalar
 @pytest.mark.parametrize("layout", ["nested", "flattened"])
 def test_groups_and_absent_state_of_plain_checkpoints(tmp_path, version, layout):
     opened = Opened(golden(version, tmp_path, layout))
-    one, two = overview.groups(opened)
+    one, two = param_groups.groups(opened)
     assert (sorted(one.params), two.params) == (["matrix", "unused"], ["single"])
     assert (one.options["lr"], two.options["lr"]) == (0.01, 0.03)
     assert [tuple(group.options["betas"]) for group in (one, two)] == [(0.9, 0.999), (0.8, 0.99)]
-    assert overview.absent(opened) == {"optimizer": ["unused"]}
+    assert param_groups.absent(opened) == {"optimizer": ["unused"]}
 
 
 def test_an_orlop_checkpoint(tmp_path):
     opened = Opened(save_run(tmp_path, (10,)) / "step-00000010")
-    assert overview.absent(opened) == {"optimizer": ["unused"]}
-    (group,) = overview.groups(opened)
+    assert param_groups.absent(opened) == {"optimizer": ["unused"]}
+    (group,) = param_groups.groups(opened)
     assert group.options["lr"] == 0.01
     parts = {part.part: part for part in overview.parts(overview.leaves(opened.catalog), {"optimizer"})}
     assert parts["optimizer.state.*.step"].num_leaves == parts["optimizer.state.*.exp_avg"].num_leaves
@@ -54,7 +54,7 @@ def test_tensor_hyperparameters_show_their_value(tmp_path):
         checkpoint_id=tmp_path / "x",
         no_dist=True,
     )
-    (group,) = overview.groups(Opened(tmp_path / "x"))
+    (group,) = param_groups.groups(Opened(tmp_path / "x"))
     assert group.options["lr"] == 0.5
 
 
@@ -63,7 +63,7 @@ def test_f04_a_hostile_group_is_refused_and_not_executed(tmp_path):
     saved = {"optimizer": {"param_groups": [{"lr": trap, "params": ["a"]}]}, "m": torch.ones(1)}
     dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)
     with pytest.raises(CheckpointUnsafe, match="mkdir"):
-        overview.groups(Opened(tmp_path / "x"))
+        param_groups.groups(Opened(tmp_path / "x"))
     assert not (tmp_path / "marker").exists()
 
 

@@ -1,10 +1,13 @@
 """A run's checkpoints: listed with their states, and pruned by the store's own rule."""
 
+import shutil
+
 import pytest
 from tests.unit.tools.samples import data_file, flip, golden, save_run
 
 from orlop.errors import CheckpointNotFound
 from orlop.store import catalog
+from orlop.tools.check import check_checkpoint
 from orlop.tools.prune import prune
 from orlop.tools.run import list_run
 
@@ -16,8 +19,6 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def run(saved, tmp_path):
-    import shutil
-
     return shutil.copytree(saved, tmp_path / "run")
 
 
@@ -104,3 +105,12 @@ def test_prune_refuses_nonsense(run, tmp_path):
     with pytest.raises(CheckpointNotFound, match="run"):
         prune(run / "step-00000010", keep_last=1)
     assert len(list(run.iterdir())) == 4
+
+
+def test_an_object_store_is_listed_verified_and_pruned(tmp_path):
+    run = f"memory://bucket{tmp_path}"
+    save_run(run, (10, 20))
+    assert states(run, verify=True) == {10: ("verified", False), 20: ("verified", True)}
+    assert check_checkpoint(f"{run}/step-00000010").bytes_checked > 0
+    assert prune(run, keep_last=1).removed == [10]
+    assert states(run) == {20: ("complete", True)}

@@ -1,0 +1,118 @@
+"""The param groups in a checkpoint: hyperparameters, parameters, and which of these have no state.
+
+Owns the way from either of torch's layouts to groups. Opens only the records of hyperparameters. Must not know torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from orlop.dcp.archive import Unusual, locate_tensor
+from orlop.dcp.catalog import Extent
+from orlop.errors import CheckpointError
+from orlop.tools.leaf_names import group_option, optimizer_names, split_state
+from orlop.tools.opened import Opened
+from orlop.tools.plain_records import Described, read_plain, scalar
+
+__all__ = ["Group", "absent", "groups"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One param group.
+
+    Attributes:
+        optimizer: Its optimizer's name.
+        index: Its place among the groups; by hyperparameters where the checkpoint keeps these by parameter.
+        options: Its hyperparameters.
+        params: The names of its parameters.
+    """
+
+    optimizer: str
+    index: int
+    options: dict[str, Any]
+    params: list[str]
+
+
+def groups(opened: Opened) -> list[Group]:
+    """The param groups of all optimizers, with their hyperparameters.
+
+    Raises:
+        CheckpointError: A record of theirs can't be read.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for leaf in opened.catalog.leaves:
+        option = group_option(leaf)
+        if option is not None:
+            label, name, key = option
+            found.setdefault((label, name), {})[key] = _value(opened, leaf)
+    if all(name.isdigit() for _, name in found):
+        return [
+            Group(
+                optimizer=label,
+                index=int(name),
+                params=[str(param) for param in options.pop("params", None) or ()],
+                options=options,
+            )
+            for (label, name), options in sorted(
+                found.items(), key=lambda item: (item[0][0], int(item[0][1]))
+            )
+        ]
+    return _grouped(found)
+
+
+def absent(opened: Opened) -> dict[str, list[str]]:
+    """The parameters without state, by optimizer: as the manifest tells, or else those in a group that have none.
+
+    Raises:
+        CheckpointError: A param group can't be read.
+    """
+    manifest = opened.manifest
+    if manifest is not None:
+        return {optimizer: list(params) for optimizer, params in manifest.absent.items() if params}
+    optimizers = optimizer_names(opened.catalog.leaves)
+    states = (split_state(leaf, optimizers) for leaf in opened.catalog.leaves)
+    present = {state[:2] for state in states if state is not None}
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for group in groups(opened):
+        found[group.optimizer] += [param for param in group.params if (group.optimizer, param) not in present]
+    return {optimizer: params for optimizer, params in found.items() if params}
+
+
+def _grouped(by_parameter: dict[tuple[str, str], dict[str, Any]]) -> list[Group]:
+    """Parameters with the same hyperparameters make one group: that is all a flattened checkpoint tells."""
+    same: dict[tuple[str, str], Group] = {}
+    for (label, name), options in by_parameter.items():
+        key = (label, repr(sorted(options.items(), key=lambda item: item[0])))
+        if key not in same:
+            index = sum(other == label for other, _ in same)
+            same[key] = Group(optimizer=label, index=index, options=options, params=[])
+        same[key].params.append(name)
+    return list(same.values())
+
+
+def _value(opened: Opened, leaf: str) -> Any:
+    """The value of a hyperparameter's leaf."""
+    entry = opened.catalog.leaves[leaf]
+    if entry is None:
+        extent = opened.catalog.extents.get((leaf, None))
+        if extent is None:
+            return Described("not in any file")
+        return read_plain(opened.record(extent), f"{leaf} in {extent.path}")
+    if math.prod(entry.sizes) != 1:
+        return Described(f"tensor of {entry.dtype} {entry.sizes}")
+    extent = opened.catalog.extents.get((leaf, (0,) * len(entry.sizes)))
+    return Described("not in any file") if extent is None else _scalar(opened.record(extent), extent, leaf)
+
+
+def _scalar(record: bytes, extent: Extent, leaf: str) -> Any:
+    try:
+        found = locate_tensor(
+            lambda at, count: record[at : at + count], len(record), f"{leaf} in {extent.path}"
+        )
+    except (Unusual, CheckpointError) as reason:
+        return Described(str(reason).splitlines()[0])
+    return scalar(found.dtype, record[found.data_at : found.data_at + found.nbytes])
