@@ -20,7 +20,9 @@ pytestmark = [
 
 def make_params(device):
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(device)) for s in ((1000, 300), (70,), ())]
+    return [
+        torch.nn.Parameter(torch.randn(s, generator=generator).to(device)) for s in ((1000, 300), (70,), ())
+    ]
 
 
 @pytest.mark.parametrize("flags", [{}, {"foreach": False}, {"fused": True}, {"capturable": True}], ids=str)
