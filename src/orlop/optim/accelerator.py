@@ -40,7 +40,7 @@ class AcceleratorLink:
 
     Args:
         device: The accelerator.
-        num_slots: 3 overlaps everything; 1 is serial.
+        num_slots: From 3 on everything overlaps; 1 is serial.
     """
 
     copies = True

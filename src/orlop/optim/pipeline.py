@@ -73,8 +73,12 @@ class Tour:
         return cls(crossing, link, riders, plan_windows(loads, cap))
 
     def send_ahead(self) -> None:
-        """Start the first windows on their way up, one less than there are slots."""
-        for number in range(min(max(1, self.link.num_slots - 1), len(self.windows))):
+        """Start as many windows on their way up as there are slots.
+
+        The last of them waits, on the link, for its slot's window to be home; asked for any later, it would
+        start later than that whenever an update takes longer than the way home."""
+        last = min(self.stepped + self.link.num_slots, len(self.windows))
+        for number in range(self.stepped, last):
             if number not in self._aboard:
                 self._bring_up(number)
 
@@ -99,11 +103,7 @@ class Tour:
         overwritten."""
         number = self.stepped
         try:
-            if number not in self._aboard:
-                self._bring_up(number)
-            ahead = number + 1
-            if self.link.num_slots > 1 and ahead < len(self.windows) and ahead not in self._aboard:
-                self._bring_up(ahead)
+            self.send_ahead()
             self._step_window(number)
         except Exception as error:
             self.turn_back()

@@ -27,10 +27,12 @@ class ThreadLink:
     unseen.
 
     Args:
-        num_slots: 3 overlaps everything; 1 is serial.
+        num_slots: From 3 on everything overlaps; 1 is serial.
         up_bytes_per_second: Copies up take at least this long; None: as fast as they go.
         down_bytes_per_second: The same for copies home.
         half_duplex: Up and down share one lane, in the order in which they were asked for.
+        poison: Fill buffers with NaN bytes when they are released; off for measurements, since it takes the
+            lane's time.
         before_copy: Called in the worker before each window's copies with (lane, window): to delay, or to
             fail.
     """
@@ -44,11 +46,13 @@ class ThreadLink:
         up_bytes_per_second: float | None = None,
         down_bytes_per_second: float | None = None,
         half_duplex: bool = False,
+        poison: bool = True,
         before_copy: Callable[[Lane, int], None] | None = None,
     ) -> None:
         self.num_slots = num_slots
         self._rates: dict[Lane, float | None] = {"up": up_bytes_per_second, "down": down_bytes_per_second}
         self._half_duplex = half_duplex
+        self._poison = poison
         self._before_copy = before_copy
         self._workers: dict[Lane, ThreadPoolExecutor] = {}
         self._slots = [Slot() for _ in range(num_slots)]
@@ -157,7 +161,7 @@ class ThreadLink:
             time.sleep(max(0.0, nbytes / rate - (time.perf_counter() - begin)))
         if moves:
             clock.mark(lane, window, begin, nbytes)
-        if poison is not None:
+        if poison is not None and self._poison:
             _poison(poison)
 
 
