@@ -1,6 +1,7 @@
 # Each target sets up what it needs: a machine with Python and make is enough. Re-running is quick.
 #   make test    all tests            make demo    kill a training run twice, resume, compare bit for bit
 #   make check   lint, types, layers  make bench   measure, as docs/benchmarks.md says
+#   make docs    the documentation as a site, in .site
 #   make compat  the tests under every supported torch (some 5 GB of downloads for each); writes docs/compat.md
 #   make fault-long   SIGKILL a saving process 200 times; the result goes to docs/faults.md
 
@@ -12,7 +13,7 @@ WORKERS ?= 2
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: test check demo bench fault-long compat format clean
+.PHONY: test check demo bench docs fault-long compat format clean
 
 test: $(READY)
 	$(BIN)/pytest -n $(WORKERS) $(TESTS)
@@ -27,7 +28,14 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py $(DEMO)
 
 bench: $(READY)
-	$(BIN)/python benchmarks/step.py
+	for each in step pipeline load save reshard verify; do $(BIN)/python benchmarks/$$each.py || exit 1; done
+
+docs: $(VENV)/.docs-ready
+	$(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.docs-ready: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]' -c constraints.txt
+	touch $@
 
 fault-long: $(READY)
 	$(BIN)/python -m tests.fault.kills --report docs/faults.md $(KILLS)

@@ -35,6 +35,30 @@ def test_the_example_runs_and_runs_again(tmp_path):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 40
 
 
+def test_the_commands_give_what_the_readme_shows(tmp_path):
+    assert run_example(tmp_path).returncode == 0
+    shown = re.findall(r"^\$ (orlop .*)\n((?:(?!\$).*\n)*)", "\n".join(blocks("console")), re.MULTILINE)
+    assert len(shown) == 2
+    for command, output in shown:
+        done = subprocess.run(
+            [sys.executable, "-m", "orlop.cli", *command.split()[1:]],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert [shape_of(line) for line in done.stdout.splitlines()] == [
+            shape_of(line) for line in output.splitlines()
+        ]
+
+
+def shape_of(line):
+    """A line without what differs from run to run: times, sizes, versions."""
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d.:+\-]*\w*", "#", line)).strip()
+
+
 def test_the_example_is_short():
     (example,) = blocks("python")
     assert len([line for line in example.splitlines() if line.strip()]) <= 20
@@ -42,8 +66,7 @@ def test_the_example_is_short():
 
 def test_the_commands_are_targets_of_the_makefile():
     makefile = (README.parent / "Makefile").read_text()
-    commands = re.findall(r"^\$ (\w+) (\S+)", "\n".join(blocks("console")), re.MULTILINE)
-    assert commands
-    for program, target in commands:
-        assert program == "make"
+    targets = re.findall(r"^\$ make (\S+)", "\n".join(blocks("console")), re.MULTILINE)
+    assert targets
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
