@@ -70,7 +70,7 @@ def save_large(folder: Path, by_orlop: bool) -> Path:
         "note": {"list": [1, 2.5, "x"], "none": None},
     }
     writer = Writer(folder, num_threads=1) if by_orlop else None
-    dcp.save(state, checkpoint_id=folder, storage_writer=writer, no_dist=True)
+    dcp.save(state, checkpoint_id=folder, storage_writer=writer)
     return folder
 
 

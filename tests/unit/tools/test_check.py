@@ -129,7 +129,7 @@ def test_f04_hostile_metadata_is_named_and_not_executed(tmp_path):
 
 def test_f04_a_hostile_byte_leaf_is_named_and_not_executed(tmp_path):
     path = tmp_path / "x"
-    dcp.save({"trap": Trap(str(tmp_path / "marker"))}, checkpoint_id=path, no_dist=True)
+    dcp.save({"trap": Trap(str(tmp_path / "marker"))}, checkpoint_id=path)
     (found,) = faults(path)
     assert (found.kind, found.where.split(" in ")[0]) == ("unsafe", "trap")
     assert "mkdir" in found.found
@@ -146,7 +146,7 @@ def test_state_that_is_there_in_part_is_found(tmp_path):
             "param_groups": [{"lr": 0.1, "params": ["a", "b", "c"]}],
         },
     }
-    dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path / "x")
     (found,) = faults(tmp_path / "x")
     assert (found.kind, found.where) == ("partial", "optimizer.state.b")
     assert found.expected == "exp_avg, exp_avg_sq, step"
@@ -161,7 +161,7 @@ def test_other_state_in_another_group_is_no_fault(tmp_path):
             "param_groups": [{"amsgrad": False, "params": ["a"]}, {"amsgrad": True, "params": ["b"]}],
         },
     }
-    dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path / "x")
     assert faults(tmp_path / "x") == []
 
 
@@ -173,7 +173,7 @@ def test_state_of_other_names_is_found(tmp_path):
             "param_groups": [{"params": ["module.a"]}],
         },
     }
-    dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path / "x")
     assert [found.kind for found in faults(tmp_path / "x")] == ["names"]
 
 

@@ -86,7 +86,7 @@ def test_to_dcp_is_the_same_and_plain_torch_reads_it(tmp_path, version, layout):
     assert orlop.diff(source, tmp_path / "out", exact=True) == []
     assert orlop.verify(tmp_path / "out") == []
     state = {"model": {"matrix": torch.zeros(5, 3)}}
-    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "out")
     assert raw(state["model"]["matrix"]) == truth(version)["model"]["matrix"]["hex"]
 
 
@@ -148,7 +148,7 @@ def test_containers_key_types_and_dtypes_survive(tmp_path):
         )
     }
     saved = {"tensors": tensors, "empty": torch.ones(0, 3), "scalar": torch.tensor(2.0), "part": [plain]}
-    dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path / "x")
     convert(tmp_path / "x", tmp_path / "y", to="dcp")
     convert(tmp_path / "y", tmp_path / "z.pt", to="torch")
     loaded = torch.load(tmp_path / "z.pt", weights_only=True)
@@ -221,7 +221,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path, to):
     mib = 2**20
     state = {"model": {str(number): torch.ones(24 * mib // 4) for number in range(8)}}
-    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "x")
     command = [sys.executable, "-c", PEAK, str(tmp_path / "x"), str(tmp_path), to]
     grown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert int(grown) * 1024 <= (24 + 64) * mib

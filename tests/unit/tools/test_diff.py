@@ -15,7 +15,7 @@ from orlop.tools.differences import ValueComparison, first_difference
 
 
 def save(path, **leaves):
-    dcp.save({"model": leaves}, checkpoint_id=path, no_dist=True)
+    dcp.save({"model": leaves}, checkpoint_id=path)
     return path
 
 
@@ -91,7 +91,7 @@ def test_exact_tells_zeros_apart(tmp_path):
 
 def test_plain_data_is_compared_by_place(tmp_path):
     for name, value in (("a", [1, {"x": 2.0}]), ("b", [1, {"x": 3.0}])):
-        dcp.save({"part": {"v": value, "t": torch.ones(1)}}, checkpoint_id=tmp_path / name, no_dist=True)
+        dcp.save({"part": {"v": value, "t": torch.ones(1)}}, checkpoint_id=tmp_path / name)
     (found,) = orlop.diff(tmp_path / "a", tmp_path / "b")
     assert found.where.startswith("part.v")
     assert (found.expected, found.found) == ("2.0", "3.0")

@@ -52,7 +52,6 @@ def test_tensor_hyperparameters_show_their_value(tmp_path):
     dcp.save(
         {"optimizer": {"param_groups": groups}, "m": torch.ones(1)},
         checkpoint_id=tmp_path / "x",
-        no_dist=True,
     )
     (group,) = param_groups.groups(Opened(tmp_path / "x"))
     assert group.options["lr"] == 0.5
@@ -61,7 +60,7 @@ def test_tensor_hyperparameters_show_their_value(tmp_path):
 def test_f04_a_hostile_group_is_refused_and_not_executed(tmp_path):
     trap = Trap(str(tmp_path / "marker"))
     saved = {"optimizer": {"param_groups": [{"lr": trap, "params": ["a"]}]}, "m": torch.ones(1)}
-    dcp.save(saved, checkpoint_id=tmp_path / "x", no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path / "x")
     with pytest.raises(CheckpointUnsafe, match="mkdir"):
         param_groups.groups(Opened(tmp_path / "x"))
     assert not (tmp_path / "marker").exists()
