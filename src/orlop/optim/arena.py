@@ -27,6 +27,7 @@ from orlop.optim.host import (
     locked_memory_limit,
     read_host_memory,
     require_host_memory,
+    warn_of_locked_memory,
 )
 from orlop.optim.probe import LeafSpec
 
@@ -117,6 +118,8 @@ class Arena:
         if plan.nbytes == 0:
             return [_empty(spec) for spec in specs]
         require_host_memory(plan.nbytes, local_world_size(), memory or read_host_memory())
+        if self.pinned:
+            warn_of_locked_memory(plan.nbytes * local_world_size())
         block = _Block(plan.nbytes, pinned=self.pinned)
         self._blocks.append(block)
         return [_carve(block, spec, offset) for spec, offset in zip(specs, plan.offsets)]

@@ -6,11 +6,14 @@ known and nothing refused."""
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from orlop.errors import HostMemoryError
+
+logger = logging.getLogger("orlop")
 
 _UNLIMITED = 1 << 60
 
@@ -48,12 +51,27 @@ def local_world_size() -> int:
     return max(1, int(text)) if text.isdigit() else 1
 
 
-def locked_memory_limit() -> str:
-    """This process's limit for locked memory, in bytes, in words."""
+def locked_memory_limit() -> int | None:
+    """This process's limit for locked memory, in bytes; None without one."""
     import resource  # Unix only
 
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "none" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def warn_of_locked_memory(nbytes: int) -> None:
+    """Log a warning where `nbytes` are over the limit for locked memory.
+
+    Not a refusal: drivers that lock pages themselves are not bound by it. Where the lock then fails, that is an error.
+    """
+    limit = locked_memory_limit()
+    if limit is not None and nbytes > limit:
+        logger.warning(
+            "the ranks of this host will page-lock %s bytes, over this process's limit for locked memory of %s bytes "
+            "(ulimit -l): should that fail, raise the limit",
+            f"{nbytes:,}",
+            f"{limit:,}",
+        )
 
 
 def require_host_memory(nbytes: int, num_local_ranks: int, memory: HostMemory) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from orlop.optim.proof import Method, Proof, prove, require_sharded
 from orlop.optim.resident import Resident, Residents
 from orlop.optim.stepper import Stepper, require_one_call
 from orlop.optim.stepping import StateMap
-from orlop.optim.timeline import Span, busy_seconds, chrome_trace, wall_seconds
+from orlop.optim.timeline import Span, busy_seconds, chrome_trace, link_share, wall_seconds
 from orlop.optim.toys import Subject
 
 logger = logging.getLogger("orlop")
@@ -183,6 +184,7 @@ class Swapped(Optimizer):
             active = self._active()
             require_one_call(active, self._proof, type(self).__name__)
             self._stepper.step(active, self.window_bytes)
+        _note_step(self)
         if self._num_stepped < len(self._residents) and not self._is_skipped_by_scaler():
             for resident in active:
                 resident.stepped = True
@@ -229,10 +231,9 @@ class Swapped(Optimizer):
         return self._stepper.spans()
 
     def describe(self) -> str:
-        """A few lines: the arena, how the class is run, the windows, and how busy the last step kept the
-        link."""
+        """Print a few lines, and return them: the arena, the windows and their cap, and how near the last
+        step came to the link's measured limit."""
         spans = self.timeline()
-        busy, wall = busy_seconds(spans), wall_seconds(spans)
         buffers = sum(link.buffer_bytes for link in self.links.values())
         lines = [
             f"{type(self).__name__}: {len(self._residents)} parameters, run {self.method}",
@@ -240,12 +241,18 @@ class Swapped(Optimizer):
             f"device cap: {self.device_bytes:,} bytes; device buffers now: {buffers:,} bytes",
         ]
         if spans:
-            shares = ", ".join(f"{lane} {seconds / wall:.0%}" for lane, seconds in busy.items())
+            wall = wall_seconds(spans)
+            busy = ", ".join(f"{lane} {seconds / wall:.0%}" for lane, seconds in busy_seconds(spans).items())
             windows = 1 + max(span.window for span in spans)
-            lines.append(f"last step: {windows} windows in {wall * 1000:.1f} ms; busy: {shares}")
+            lines.append(f"last step: {windows} windows in {wall * 1000:.1f} ms; busy: {busy}")
+            share = link_share(spans)
+            if share is not None:
+                lines.append(f"link: {share:.0%} of its measured limit")
         else:
             lines.append("last step: in place, no windows")
-        return "\n".join(lines)
+        text = "\n".join(lines)
+        print(text)
+        return text
 
     def _active(self) -> list[Resident]:
         """Residents with a gradient; parameters that were unfrozen since get their place now."""
@@ -444,11 +451,30 @@ class Swapped(Optimizer):
         self._stepper.fault = fault
 
 
-def trace(optimizer: Swapped, path: str | os.PathLike[str]) -> None:
-    """Write the last step's timeline as a Chrome trace, which chrome://tracing and Perfetto open.
+def trace(path: str | os.PathLike[str], optimizer: Swapped | None = None) -> None:
+    """Write a step's timeline as a Chrome trace, which chrome://tracing and Perfetto open.
 
     Args:
-        optimizer: A host-resident optimizer that has stepped.
         path: The JSON file to write.
+        optimizer: Whose last step; by default that of the host-resident optimizer that stepped last in this
+            process.
+
+    Raises:
+        ValueError: None has stepped yet.
     """
-    Path(path).write_text(chrome_trace(optimizer.timeline()))
+    chosen = optimizer if optimizer is not None else _stepped_last()
+    if chosen is None:
+        raise ValueError("no host-resident optimizer has stepped yet: there is nothing to trace")
+    Path(path).write_text(chrome_trace(chosen.timeline()))
+
+
+def _nobody() -> Swapped | None:
+    return None
+
+
+_stepped_last: Callable[[], Swapped | None] = _nobody  # a weak reference, once there is one
+
+
+def _note_step(optimizer: Swapped) -> None:
+    global _stepped_last
+    _stepped_last = weakref.ref(optimizer)

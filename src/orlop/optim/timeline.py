@@ -45,6 +45,21 @@ def wall_seconds(spans: Sequence[Span]) -> float:
     return max(s.end_seconds for s in spans) - min(s.begin_seconds for s in spans)
 
 
+def link_share(spans: Sequence[Span]) -> float | None:
+    """How near a step came to the link's limit: the time that its bytes need at the best rate seen, over the
+    time it took.
+
+    The limit is measured, not looked up: each direction's is that of its fastest window. None where nothing
+    travelled."""
+    needed = []
+    for lane in ("up", "down"):
+        mine = [s for s in spans if s.lane == lane and s.nbytes and s.end_seconds > s.begin_seconds]
+        if mine:
+            best = max(s.nbytes / (s.end_seconds - s.begin_seconds) for s in mine)
+            needed.append(sum(s.nbytes for s in mine) / best)
+    return max(needed) / wall_seconds(spans) if needed else None
+
+
 def chrome_trace(spans: Sequence[Span]) -> str:
     """The spans as JSON that chrome://tracing and Perfetto open: one row per lane, one slice per window."""
     rows = {lane: number for number, lane in enumerate(LANES)}

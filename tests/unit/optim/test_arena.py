@@ -138,3 +138,14 @@ def test_limits_are_read_from_both_kinds_of_control_groups(tmp_path, version):
 
 def test_a_machine_that_tells_nothing_refuses_nothing(tmp_path):
     assert read_host_memory(tmp_path, tmp_path).free_bytes is None
+
+
+def test_a_limit_for_locked_memory_is_warned_of_and_a_lock_that_fails_is_an_error(monkeypatch, caplog):
+    monkeypatch.setattr("orlop.optim.host.locked_memory_limit", lambda: 1000)
+    monkeypatch.setattr("orlop.compat.register_pinned", lambda address, nbytes: None)
+    arena = Arena(pinned=True)
+    if torch.accelerator.is_available():
+        pytest.skip("here the lock does not fail")
+    with caplog.at_level("WARNING", "orlop"), pytest.raises(HostMemoryError, match="page-lock"):
+        arena.grow([leaf_spec((1000,))])
+    assert "limit for locked memory of 1,000 bytes" in caplog.text

@@ -285,7 +285,7 @@ def test_an_engine_that_clips_refuses_an_optimizer_that_steps_in_backward():
         orlop.TrainEngine(model, orlop.SwapAdamW(model.parameters(), step_in_backward=True))
 
 
-def test_the_timeline_and_its_trace(tmp_path):
+def test_the_timeline_and_its_trace(tmp_path, capsys):
     mine, theirs = pair(ThreadLink(), window_bytes=12_000)
     train(mine, theirs, steps=2)
     spans = mine[1].timeline()
@@ -296,10 +296,15 @@ def test_the_timeline_and_its_trace(tmp_path):
             [s for s in spans if s.window == window and s.lane == lane] for lane in ("up", "compute", "down")
         )
         assert up.end_seconds <= compute.begin_seconds <= compute.end_seconds <= down.begin_seconds
-    orlop.trace(mine[1], tmp_path / "step.json")
+    orlop.trace(tmp_path / "step.json", mine[1])
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"up", "compute", "down"}
     assert len([e for e in events if e["ph"] == "X"]) == len(spans)
+    mine[1].step()
+    orlop.trace(tmp_path / "last.json")
+    assert len(json.loads((tmp_path / "last.json").read_text())["traceEvents"]) == len(events)
     description = mine[1].describe()
+    assert capsys.readouterr().out == description + "\n"
+    assert "of its measured limit" in description
     assert "arena" in description
     assert f"{len(windows)} windows" in description
