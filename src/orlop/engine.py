@@ -65,6 +65,7 @@ class TrainEngine:
         skip_grad_norm_threshold: float | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        _require_kinds(model, optimizer, scheduler, parts or {})
         self.model = model
         self.optimizers: Mapping[str, Optimizer] = (
             {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else dict(optimizer)
@@ -260,6 +261,24 @@ class TrainEngine:
             for optimizer in self.optimizers.values()
         ]
         return any(moved)
+
+
+def _require_kinds(model: Any, optimizer: Any, scheduler: Any, parts: Mapping[str, Any]) -> None:
+    """Say at once what is no model, optimizer, scheduler or part, and a scheduler that drives another optimizer."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the first argument is the model, a torch.nn.Module, not {type(model).__name__}")
+    given = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+    for each in given:
+        if not isinstance(each, Optimizer):
+            what = each.__name__ + " itself" if isinstance(each, type) else type(each).__name__
+            raise TypeError(f"the second argument is an optimizer, or optimizers by name, not {what}")
+    for name, part in (("scheduler", scheduler), *parts.items()):
+        if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            kind = type(part).__name__
+            raise TypeError(f"{name!r} can't be saved: {kind} has no state_dict and load_state_dict")
+    driven = getattr(scheduler, "optimizer", None)
+    if driven is not None and not any(driven is each for each in given):
+        raise ValueError("the scheduler drives another optimizer than the engine's: build it on that one")
 
 
 def _require_gradients_to_measure(optimizers: Mapping[str, Optimizer]) -> None:

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.storage import StorageWriter
@@ -83,6 +83,8 @@ def save_checkpoint(
         StateNotReady: A load failed half-way and none has succeeded since.
         OrlopError: On every rank, when any rank failed.
     """
+    if optimizer_layout not in get_args(Layout):
+        raise ValueError(f"optimizer_layout is one of {get_args(Layout)}, not {optimizer_layout!r}")
     ranks = engine.ranks
     with phase("collect"):
         with ranks.together("collect the parts"):

@@ -48,10 +48,15 @@ def plan_residents(
             name=parameter_name(optimizer.param_groups[index], index, position),
             specs=specs[param],
             initial=proof.initial[index],
-            on_local=isinstance(param, compat.DTensor) and proof.method is Method.SLICED,
+            on_local=steps_on_local(param, proof),
         )
         for index, position, param in newcomers
     ]
+
+
+def steps_on_local(param: Tensor, proof: Proof) -> bool:
+    """Whether the class steps on this rank's part of the parameter rather than on the DTensor."""
+    return isinstance(param, compat.DTensor) and proof.method is Method.SLICED
 
 
 def require_steppable_groups(groups: Sequence[Group]) -> None:

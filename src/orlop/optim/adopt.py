@@ -57,7 +57,7 @@ def plan_adoption(residents: Residents, groups: Sequence[Group], state_dict: Map
     """
     saved_groups = list(state_dict["param_groups"])
     pairs = _paired_groups(groups, saved_groups)
-    param_of = {saved_id: param for live, saved in pairs for param, saved_id in _paired_params(live, saved)}
+    param_of = paired_params(groups, saved_groups)
     saved_state = {key: _present(entry) for key, entry in state_dict["state"].items()}
     unknown = [key for key in saved_state if key not in param_of]
     if unknown:
@@ -78,6 +78,32 @@ def plan_adoption(residents: Residents, groups: Sequence[Group], state_dict: Map
         groups=[(live, _taken_over(live, saved)) for live, saved in pairs],
         unexplained=missing,
     )
+
+
+def require_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Refuse what is no optimizer state dict.
+
+    Raises:
+        CheckpointMismatch: Says which keys are missing.
+    """
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise CheckpointMismatch(
+            "this is no optimizer state dict",
+            expected="the keys 'state' and 'param_groups'",
+            found=f"keys {_some([*state_dict]) or 'none'}; missing {missing}",
+            todo="give what optimizer.state_dict() returned",
+        )
+
+
+def paired_params(groups: Sequence[Group], saved: Sequence[Group]) -> dict[Any, Tensor]:
+    """The live parameter of each saved id: by `param_names` where all groups have them, else by position.
+
+    Raises:
+        CheckpointMismatch: The groups do not match.
+    """
+    pairs = _paired_groups(groups, list(saved))
+    return {saved_id: param for live, other in pairs for param, saved_id in _paired_params(live, other)}
 
 
 def apply_adoption(residents: Residents, adoption: Adoption) -> None:
@@ -211,6 +237,8 @@ def _checked_value(resident: Resident, key: str, value: Any) -> Any:
             raise _mismatch("a value where the class keeps a tensor", where, _kind(leaf), repr(value))
         return torch.tensor(value, dtype=leaf.dtype)
     local = compat.local_tensor(value)
+    if local.is_meta:
+        raise _mismatch("a tensor without values", where, _kind(leaf), "a meta tensor")
     canonical = resident.canonical[key]
     if local.shape != leaf.shape or (value.shape != canonical.shape and isinstance(value, compat.DTensor)):
         raise _mismatch("the state of a parameter has another shape", where, _kind(leaf), _kind(local))

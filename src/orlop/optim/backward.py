@@ -9,6 +9,7 @@ Order against streams: the hooks run where autograd accumulates, which may be an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -51,12 +52,26 @@ class BackwardSteps:
         self._tours: list[tuple[Tour, list[set[Tensor]]]] = []
         self._snapshot: Snapshot | None = None
         self._count: dict[Tensor, int] = {}
+        weakref.finalize(self, _remove, self._handles)
+
+    def reset(self) -> None:
+        """Give up the step that is being made: the state that it began from is about to be replaced."""
+        for tour, _ in self._tours:
+            tour.turn_back()
+        self._snapshot, self._tours, self._count = None, [], {}
 
     def watch(self, params: Iterable[Tensor]) -> None:
         """Hear of each parameter's gradients from now on."""
+        arrived = weakref.WeakMethod(self._arrived)  # parameters must not keep an optimizer alive
+
+        def hook(param: Tensor) -> None:
+            method = arrived()
+            if method is not None:
+                method(param)
+
         for param in params:
             if param not in self._handles:
-                self._handles[param] = param.register_post_accumulate_grad_hook(self._arrived)
+                self._handles[param] = param.register_post_accumulate_grad_hook(hook)
 
     def finish(self) -> list[Resident]:
         """Step the windows that are left with the gradients that are there; returns who stepped."""
@@ -112,3 +127,8 @@ class BackwardSteps:
         for piece in window.pieces:
             if piece.last:
                 tour.riders[piece.index].param.grad = None
+
+
+def _remove(handles: dict[Tensor, Any]) -> None:
+    for handle in handles.values():
+        handle.remove()

@@ -53,6 +53,7 @@ class Tour:
         riders: The residents whose state travels, in the order of travel: the last parameters first, whose
             gradients are there first.
         windows: The plan.
+        shows_idle: Whether groups in which nothing has a gradient are shown to the class: by one tour of a step.
     """
 
     crossing: Crossing
@@ -62,6 +63,7 @@ class Tour:
     before: list[Group] = field(default_factory=list)
     changes: list[Group] = field(default_factory=list)
     stepped: int = 0
+    shows_idle: bool = True
     _aboard: dict[int, _Aboard] = field(default_factory=dict)
 
     @classmethod
@@ -105,7 +107,7 @@ class Tour:
         try:
             self.send_ahead()
             self._step_window(number)
-        except Exception as error:
+        except BaseException as error:
             self.turn_back()
             if number == 0:
                 raise
@@ -169,9 +171,10 @@ class Tour:
         shown: list[tuple[int, Group]] = []
         for index, group in enumerate(self.before):
             mine = [twin for p in group["params"] for twin in twins_of.get(p, ())]
-            # A group of which nothing rides is shown once, with its idle parameters: the class may count in
-            # it.
-            if not mine and number == 0 and not any(p in riding for p in group["params"]):
+            # A group in which nothing has a gradient is shown once, with its idle parameters: the class may
+            # count in it.
+            idle = not any(p in riding or p.grad is not None for p in group["params"])
+            if not mine and number == 0 and self.shows_idle and idle:
                 mine = list(group["params"])
             if mine:
                 shown.append((index, group_with(group, mine)))

@@ -6,7 +6,7 @@ what the arena holds (one owner, no second map). Must not know: how a step is ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,14 +98,18 @@ class Residents:
     """All residents of one optimizer, in the order of its groups.
 
     Args:
-        state: The optimizer's own `state`; it is shown what the arena holds.
+        state: Gives the optimizer's own `state`, which is shown what the arena holds; the optimizer may replace it.
         pinned: Page-lock the arena.
     """
 
-    def __init__(self, state: MutableMapping[Any, Any], *, pinned: bool) -> None:
+    def __init__(self, state: Callable[[], MutableMapping[Any, Any]], *, pinned: bool) -> None:
         self.arena = Arena(pinned=pinned)
-        self._state = state
+        self._live_state = state
         self._of: dict[Tensor, Resident] = {}
+
+    @property
+    def _state(self) -> MutableMapping[Any, Any]:
+        return self._live_state()
 
     def __iter__(self) -> Any:
         return iter(self._of.values())
@@ -188,6 +192,11 @@ class Residents:
         keys = order if order is not None else [*resident.specs]
         ordered = [*(key for key in keys if key in merged), *(key for key in merged if key not in keys)]
         self._state[resident.param] = {key: merged[key] for key in ordered}
+
+    def hide(self, resident: Resident) -> None:
+        """It has a place, but no state yet: a frozen parameter whose state may be loaded."""
+        self._state.pop(resident.param, None)
+        resident.shown = not resident.specs
 
     def refresh(self, resident: Resident) -> None:
         """Give the resident a fresh optimizer's state, in place; none where only the class can make it."""

@@ -7,6 +7,7 @@ know: how a window is stepped (`pipeline`), where state lives (`resident`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,12 +90,20 @@ class Stepper:
         groups = self._optimizer.param_groups
         snapshot = Snapshot.of(groups)
         with self.torn_step_is_a_fault():
-            for device, residents in by_device.items():
+            for number, (device, residents) in enumerate(by_device.items()):
                 tour = self._prefetched.pop(device, None)
                 if tour is None or not _is_for(tour, residents):
                     self._drop(tour)
                     tour = self.tour(device, residents, window_bytes)
-                tour.run(snapshot.before, snapshot.changes)
+                tour.shows_idle = number == 0
+                try:
+                    tour.run(snapshot.before, snapshot.changes)
+                except Exception as error:
+                    if number == 0 or isinstance(error, TornStep):
+                        raise
+                    raise TornStep(
+                        f"the step on {device} failed; other devices' parameters are new"
+                    ) from error
         snapshot.write_back(groups)
 
     def tour(self, device: torch.device, residents: Sequence[Resident], window_bytes: int) -> Tour:
@@ -135,6 +144,12 @@ class Stepper:
                     found=self.fault,
                     todo="load a checkpoint (load_state_dict or load_dcp), then go on",
                 ) from error
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way, whatever becomes of it: the state is about to be loaded."""
+        for link in self.links.values():
+            with contextlib.suppress(Exception):
+                link.finish()
 
     def spans(self) -> list[Span]:
         """When the windows of the last step travelled and were stepped."""

@@ -23,9 +23,17 @@ from orlop.optim.admission import (
     plan_residents,
     replaced_parameter,
     require_steppable_groups,
+    steps_on_local,
     wants_pinned,
 )
-from orlop.optim.adopt import apply_adoption, plan_adoption, replay_post_hooks, replay_pre_hooks
+from orlop.optim.adopt import (
+    apply_adoption,
+    paired_params,
+    plan_adoption,
+    replay_post_hooks,
+    replay_pre_hooks,
+    require_state_dict,
+)
 from orlop.optim.backward import BackwardSteps
 from orlop.optim.in_place import bring_home
 from orlop.optim.link import NUM_SLOTS, Link
@@ -87,21 +95,20 @@ class Swapped(Optimizer):
 
     # -- construction ------------------------------------------------------------------------------------------------
 
-    def _settle(self, never_stepped: Collection[int] | None = None) -> None:
+    def _settle(self, stepped: Collection[int] = ()) -> None:
         """Prove the class, give every parameter its place, move the state that exists into it."""
         self.state = StateMap(dict, self.state)
         self._order: list[tuple[Tensor, Resident | None]] = []
         self._order_ids: list[int] = []
         self._meta: list[tuple[Tensor, str]] = []
         self._proof = self._prove()
-        self._residents = Residents(self.state, pinned=wants_pinned(self.param_groups))
+        self._residents = Residents(lambda: self.state, pinned=wants_pinned(self.param_groups))
         self._stepper = Stepper(self, compat.raw_step(self.swapped_class), self._residents, self._proof)
         self._backward = self._make_backward() if self.step_in_backward else None
-        self._admit(range(len(self.param_groups)))
-        if never_stepped is not None:
-            for position, resident in enumerate(self._residents):
-                resident.stepped = position not in never_stepped
-            self._num_stepped = len(self._residents) - len(never_stepped)
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._admit(range(len(self.param_groups)), also=[param for param in params if self.state.get(param)])
+        for position in stepped:
+            self._residents[params[position]].stepped = True
         self._settled = True
         if self.device_bytes > self.window_bytes:
             logger.info(
@@ -117,6 +124,7 @@ class Swapped(Optimizer):
         subject = Subject(
             optimizer_class=self.swapped_class,
             construct=lambda groups: self.swapped_class(groups, *self._args, **self._kwargs),
+            arguments=repr((self._args, sorted((k, v) for k, v in self._kwargs.items() if k != "lr"))),
             groups=self.param_groups,
         )
         proof = prove(subject)
@@ -124,10 +132,18 @@ class Swapped(Optimizer):
             require_sharded(subject)
         return proof
 
+    def _prove_again(self) -> None:
+        """There are other parameters than before: what was proven may not hold for them."""
+        self._stepper.drop_prefetched()
+        self._proof = self._prove()
+        self._stepper.become(self._proof)
+        for resident in self._residents:
+            resident.on_local = steps_on_local(resident.param, self._proof)
+
     def _make_backward(self) -> BackwardSteps:
         return BackwardSteps(
             self._stepper,
-            residents=lambda: [resident for _, resident in self._in_order() if resident is not None],
+            residents=self._admit_trainable,
             groups=lambda: self.param_groups,
             window_bytes=lambda: self.window_bytes,
             require_ready=self.require_ready,
@@ -142,7 +158,6 @@ class Swapped(Optimizer):
         self._order_ids = []
         if self._backward is not None:
             self._backward.watch(resident.param for resident in newcomers)
-        self._num_stepped = sum(resident.stepped for resident in self._residents)
         self._meta += [(resident.param, resident.name) for resident in newcomers if resident.param.is_meta]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -151,8 +166,7 @@ class Swapped(Optimizer):
         if getattr(self, "_settled", False):
             try:
                 self.synchronize()
-                self._proof = self._prove()
-                self._stepper.become(self._proof)
+                self._prove_again()
                 self._admit([len(self.param_groups) - 1])
             except BaseException:
                 self.param_groups.pop()
@@ -185,10 +199,9 @@ class Swapped(Optimizer):
             require_one_call(active, self._proof, type(self).__name__)
             self._stepper.step(active, self.window_bytes)
         _note_step(self)
-        if self._num_stepped < len(self._residents) and not self._is_skipped_by_scaler():
+        if False in [resident.stepped for resident in active] and not self._is_skipped_by_scaler():
             for resident in active:
                 resident.stepped = True
-            self._num_stepped = sum(resident.stepped for resident in self._residents)
         return loss
 
     def _finish_backward(self, backward: BackwardSteps) -> list[Resident]:
@@ -281,8 +294,16 @@ class Swapped(Optimizer):
         return self._order
 
     def _admit_unfrozen(self, param: Tensor) -> Resident:
+        self._prove_again()
         self._make_room(param)
         return self._residents[param]
+
+    def _admit_trainable(self) -> list[Resident]:
+        """All residents, those of parameters that were unfrozen since among them."""
+        for param, resident in list(self._in_order()):
+            if resident is None and param.requires_grad:
+                self._admit_unfrozen(param)
+        return [resident for _, resident in self._in_order() if resident is not None]
 
     def _is_skipped_by_scaler(self) -> bool:
         """Whether a GradScaler told a fused class to leave everything as it is (``found_inf``)."""
@@ -315,22 +336,31 @@ class Swapped(Optimizer):
             CheckpointMismatch: Anything differs; names parameter, key, expected and found. Nothing has
                 changed.
         """
-        if self._stepper.fault is None:
-            self.synchronize()
-        self._stepper.drop_prefetched()
+        self._stepper.settle()
+        self._drop_started()
         working = replay_pre_hooks(self, state_dict)
+        require_state_dict(working)
         self._admit_saved_frozen(working)
-        apply_adoption(self._residents, plan_adoption(self._residents, self.param_groups, working))
+        adoption = plan_adoption(self._residents, self.param_groups, working)
+        try:
+            apply_adoption(self._residents, adoption)
+        except BaseException:
+            self.invalidate("a load failed half-way")
+            raise
         self._stepper.fault = None
         replay_post_hooks(self)
 
+    def _drop_started(self) -> None:
+        """What has been started on the state that is there now is void: prefetched windows, a step during backward."""
+        self._stepper.drop_prefetched()
+        if self._backward is not None:
+            self._backward.reset()
+
     def _admit_saved_frozen(self, state_dict: Mapping[str, Any]) -> None:
         """Places for parameters that are frozen now and had state when it was saved: trained, then frozen."""
-        for index, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
-            ids = dict(zip(saved["params"], group["params"]))
-            frozen = [p for key, p in ids.items() if not p.requires_grad and state_dict["state"].get(key)]
-            if frozen:
-                self._admit([index], also=frozen)
+        for key, param in paired_params(self.param_groups, state_dict["param_groups"]).items():
+            if not param.requires_grad and state_dict["state"].get(key):
+                self._make_room(param)
 
     # -- what the rest of orlop asks ---------------------------------------------------------------------------------
 
@@ -359,18 +389,18 @@ class Swapped(Optimizer):
             present: Parameters whose slots were filled, each with the values of its number keys.
             absent: Parameters that had no state when it was saved.
         """
-        self._stepper.drop_prefetched()
+        self._drop_started()
         for param, numbers in present.items():
             self._residents.show(self._residents[param], numbers)
             self._residents[param].stepped = True
         for param in absent:
             if param in self._residents:
                 self._residents.refresh(self._residents[param])
-        self._num_stepped = sum(resident.stepped for resident in self._residents)
         self._stepper.fault = None
 
     def invalidate(self, reason: str) -> None:
         """From now on, stepping and saving raise `StateNotReady`, until a load succeeds."""
+        self._drop_started()
         self._stepper.fault = reason
 
     def require_ready(self) -> None:
@@ -384,8 +414,15 @@ class Swapped(Optimizer):
             )
 
     def synchronize(self) -> None:
-        """Return when all state is home, and all of it in the arena."""
+        """Return when all state is home, and all of it in the arena.
+
+        Raises:
+            StateNotReady: New state was lost on its way home.
+        """
         if self.__dict__.get("_settled", False):
+            if self._stepper.fault is not None:
+                self._stepper.settle()
+                return
             self._stepper.wait_home()
             for resident in self._residents:
                 bring_home(self._residents, resident, self.state.get(resident.param, {}), resident.canonical)
@@ -422,6 +459,8 @@ class Swapped(Optimizer):
         if param not in self._residents:
             index = next(i for i, g in enumerate(self.param_groups) if any(p is param for p in g["params"]))
             self._admit([index], also=[param])
+            if not param.requires_grad:
+                self._residents.hide(self._residents[param])
 
     # -- copying and pickling ----------------------------------------------------------------------------------------
 
@@ -433,21 +472,25 @@ class Swapped(Optimizer):
             if isinstance(value, (bool, int, float, str))
             and name not in ("_settled", "_zero_grad_profile_name")
         }
-        unstepped = [position for position, resident in enumerate(self._residents) if not resident.stepped]
+        stepped = [
+            position
+            for position, (_, resident) in enumerate(self._in_order())
+            if resident is not None and resident.stepped
+        ]
         carried = {
             "_args": self._args,
             "_kwargs": self._kwargs,
-            "_unstepped": unstepped,
+            "_stepped": stepped,
             "_fault": self._stepper.fault,
         }
         return {**super().__getstate__(), **plain, **carried}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         carried = dict(state)
-        unstepped, fault = carried.pop("_unstepped"), carried.pop("_fault")
+        stepped, fault = carried.pop("_stepped"), carried.pop("_fault")
         self._settled = False
         super().__setstate__(carried)
-        self._settle(never_stepped=unstepped)
+        self._settle(stepped=stepped)
         self._stepper.fault = fault
 
 

@@ -42,16 +42,18 @@ class Subject:
         optimizer_class: The stock class.
         construct: Makes an optimizer of it from param groups.
         groups: The live groups; only their options and the kinds of their parameters are looked at.
+        arguments: The constructor's arguments, as text: a class may keep options on itself.
     """
 
     optimizer_class: type[Optimizer]
     construct: Callable[[list[Group]], Optimizer]
     groups: Sequence[Group]
+    arguments: str = ""
 
     def key(self) -> tuple[Any, ...]:
         """Equal for subjects of which the same is true."""
         kinds = tuple((options_of(group), kinds_of(group)) for group in self.groups)
-        return (self.optimizer_class, torch.get_default_dtype(), kinds)
+        return (self.optimizer_class, torch.get_default_dtype(), self.arguments, kinds)
 
 
 class Toy:
@@ -153,7 +155,8 @@ def toy_group(group: Group, lr_factor: float, seed: int) -> Group:
     if options.get("capturable"):
         options["capturable"] = False
     if "lr" in options:
-        options["lr"] = options["lr"] * lr_factor
+        # At a learning rate of zero (a warm-up's first step) any class would be proven to do anything.
+        options["lr"] = (options["lr"] if float(options["lr"]) else options["lr"] + 1e-3) * lr_factor
     return {**options, "params": [torch.nn.Parameter(p.detach()) for p in params]}
 
 

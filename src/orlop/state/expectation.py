@@ -6,6 +6,7 @@ talk to other ranks.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from orlop.store.manifest import Manifest
 
 __all__ = ["Claims", "Expectation", "Options", "expect", "merge_claims"]
 
+_log = logging.getLogger("orlop")
 _SHOWN = 5
 
 
@@ -210,6 +212,7 @@ class Expectation:
             if keys := self.part_keys.get(name):
                 state = self._part_state(name, keys, small)
                 part.load_state_dict(self._in_live_order(part, state) if name == "scheduler" else state)
+        self._tell_of_kept_rates(live)
 
     def _part_state(self, name: str, keys: tuple[str, ...], small: Mapping[str, Any]) -> Any:
         base = f"{self.options.key_prefix}{name}"
@@ -217,6 +220,17 @@ class Expectation:
             return small[keys[0]]
         below = {key: ("part", *path_below(key, f"{base}.", self.paths)) for key in keys}
         return compat.unflatten_state_dict({key: small[key] for key in keys}, below)["part"]
+
+    def _tell_of_kept_rates(self, live: Live) -> None:
+        """A schedule that computes each learning rate from the last one goes on from the one that was kept."""
+        kept = [d for d in self.differences if d.key == "lr"] if not self.options.load_args else []
+        moved = bool(self.part_keys.get("scheduler"))
+        if kept and moved and live.ranks.is_coordinator:
+            _log.warning(
+                "the scheduler stands where it was saved, but the groups keep their live learning rates "
+                "(load_args=False): a schedule that computes each rate from the last one goes on from those; to start "
+                "the schedule afresh, skip the part 'scheduler'"
+            )
 
     def _in_live_order(self, scheduler: Any, state: Any) -> Any:
         """A scheduler's lists follow the live groups; without `load_args` its learning rates stay the live ones."""

@@ -6,6 +6,7 @@ files or ranks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from orlop import compat
-from orlop.errors import CheckpointMismatch
+from orlop.errors import CheckpointMismatch, StateNotReady
 from orlop.ranks import Ranks
 from orlop.state.absence import Stored
 from orlop.state.groups import match_groups, plan_group, read_groups, write_group
@@ -91,7 +92,8 @@ class OptimizerLoad:
         label = f"{options.key_prefix}{name}"
         through = bool(compat.load_pre_hooks(optimizer))
         door = state_of(optimizer)
-        door.synchronize()
+        with contextlib.suppress(StateNotReady):  # a load is what makes it ready again
+            door.synchronize()
         state = StateLoad(
             prefix=f"{label}.state.",
             params=[param for group in optimizer.param_groups for param in group["params"]],

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import gc
 import io
 import math
 import pickle
 import subprocess
 import sys
+import time
+import weakref
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import orlop
-from orlop.errors import HostMemoryError, OptimizerRefused, ParameterReplaced, StateNotReady
+from orlop.errors import (
+    CheckpointMismatch,
+    HostMemoryError,
+    OptimizerRefused,
+    ParameterReplaced,
+    StateNotReady,
+)
 from orlop.optim import swap as swap_module
 from orlop.testing import ThreadLink
 
@@ -504,3 +514,181 @@ def test_a_torn_step_refuses_to_go_on_until_a_load():
 
 def test_the_public_class_is_the_one_that_the_factory_knows():
     assert swap_module._made[torch.optim.AdamW] is orlop.SwapAdamW
+
+
+# -- what a review found -------------------------------------------------------------------------------------------
+
+
+def stepped_flags(optimizer):
+    return [optimizer.stepped(param) for group in optimizer.param_groups for param in group["params"]]
+
+
+def test_parameters_step_again_after_a_reset():
+    model = make_model()
+    optimizer = orlop.SwapAdamW(model.parameters())
+    give_gradients(model)
+    optimizer.step()
+    optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+    assert not any(stepped_flags(optimizer))
+    give_gradients(model)
+    optimizer.step()
+    assert all(stepped_flags(optimizer))
+
+
+def test_copies_know_who_stepped_whatever_was_frozen_and_when():
+    params = [torch.nn.Parameter(torch.randn(4)) for _ in range(3)]
+    params[0].requires_grad_(False)
+    optimizer = orlop.SwapAdamW(params)
+    params[1].grad = torch.ones(4)
+    optimizer.step()
+    params[0].requires_grad_(True)
+    params[0].grad = torch.ones(4)
+    optimizer.step()
+    params[1].requires_grad_(False)
+    twin = copy.deepcopy(optimizer)
+    assert stepped_flags(twin) == stepped_flags(optimizer) == [True, True, False]
+    frozen = twin.param_groups[0]["params"][1]
+    assert all(twin.holds(value) for value in twin.state[frozen].values())
+
+
+def test_groups_on_two_devices_are_each_stepped_once(monkeypatch):
+    (model, swapped), (other, stock) = pair(lr=0.1)
+    for optimizer, module in ((swapped, model), (stock, other)):
+        moved = list(module[2].parameters())
+        group = optimizer.param_groups[0]
+        group["params"] = [p for p in group["params"] if all(p is not q for q in moved)]
+        optimizer.param_groups.append({**group, "params": moved})
+    devices = (torch.device("cpu", 0), torch.device("cpu", 1))
+
+    def split(active):
+        second = {id(p) for p in model[2].parameters()}
+        return {
+            devices[0]: [r for r in active if id(r.param) not in second],
+            devices[1]: [r for r in active if id(r.param) in second],
+        }
+
+    monkeypatch.setattr("orlop.optim.stepper.split_by_device", split)
+    for device in devices:
+        swapped.links[device] = ThreadLink()
+    for number in range(3):
+        for each, optimizer in ((model, swapped), (other, stock)):
+            give_gradients(each, number)
+            optimizer.step()
+    assert_equal_models(model, other)
+
+
+class NormOnRequest(torch.optim.SGD):
+    """Elementwise or not, by an option that it keeps on itself."""
+
+    def __init__(self, params, norm=False, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.norm = norm
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+                    moment.add_(param.grad)
+                    scale = float(moment.norm()) if self.norm else 1.0
+                    param.sub_(moment / scale, alpha=float(group["lr"]))
+
+
+def test_options_on_the_object_and_a_rate_of_zero_do_not_prove_too_much():
+    params = [torch.nn.Parameter(torch.randn(40, 3))]
+    assert orlop.swap(NormOnRequest)(params, norm=False).method == "sliced"
+    assert orlop.swap(NormOnRequest)(params, norm=True, lr=0.0).method == "windowed"
+    assert orlop.swap(NormOnRequest)(params, norm=True, lr=0.1).method == "windowed"
+
+
+def test_a_load_after_a_torn_step_is_not_overtaken_by_what_was_on_its_way():
+    model = make_model()
+    link = ThreadLink(before_copy=lambda lane, window: time.sleep(0.02 if lane == "down" else 0))
+    optimizer = orlop.swap(FailsInTheMiddle)(model.parameters(), window_bytes=64)
+    optimizer.links[torch.device("cpu")] = link
+    saved = copy.deepcopy(optimizer.state_dict())
+    give_gradients(model)
+    optimizer.fail = True
+    with pytest.raises(RuntimeError, match="middle"):
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    time.sleep(0.1)
+    optimizer.synchronize()
+    assert all(not value.any() for entry in optimizer.state.values() for value in entry.values())
+
+
+class StopsInTheMiddle(FailsInTheMiddle):
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.fail and any(p.shape == (3, 5) for group in self.param_groups for p in group["params"]):
+            raise KeyboardInterrupt
+        return super(FailsInTheMiddle, self).step(closure)
+
+
+def test_an_interrupt_in_the_middle_of_a_step_is_a_torn_step():
+    model = make_model()
+    optimizer = orlop.swap(StopsInTheMiddle)(model.parameters(), window_bytes=64)
+    optimizer.links[torch.device("cpu")] = ThreadLink()
+    give_gradients(model)
+    optimizer.fail = True
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(StateNotReady):
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("link", [None, ThreadLink], ids=["in_place", "thread_link"])
+def test_a_state_that_is_assigned_anew_is_a_reset(link):
+    (model, swapped), (other, stock) = pair(lr=0.1)
+    if link:
+        swapped.links[torch.device("cpu")] = link()
+    for number in range(5):
+        for each, optimizer in ((model, swapped), (other, stock)):
+            if number == 2:
+                optimizer.state = collections.defaultdict(dict)
+            give_gradients(each, number)
+            optimizer.step()
+    assert_equal_models(model, other)
+    saved = swapped.state_dict()["state"]
+    assert all(entry["step"] == 3 for entry in saved.values())
+    assert all(swapped.holds(value) for entry in saved.values() for value in entry.values())
+
+
+def test_a_step_in_backward_does_not_outlive_a_load_or_its_optimizer():
+    model, other = make_model(), make_model()
+    swapped = orlop.SwapAdamW(model.parameters(), lr=0.1, step_in_backward=2)
+    stock = torch.optim.AdamW(other.parameters(), lr=0.1)
+    swapped.links[torch.device("cpu")] = ThreadLink()
+    state = copy.deepcopy(swapped.state_dict())
+    for entry in state["state"].values():
+        entry["exp_avg"].fill_(0.5)
+    for each, optimizer in ((model, swapped), (other, stock)):
+        each(torch.ones(2, 6)).sum().backward()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(copy.deepcopy(state))
+        for _ in range(2):
+            each(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_models(model, other)
+    gone = weakref.ref(swapped)
+    del swapped, optimizer
+    gc.collect()
+    assert gone() is None
+    model(torch.ones(2, 6)).sum().backward()  # nobody is left who would step
+
+
+def test_what_is_no_state_dict_is_said_and_nothing_is_admitted_for_a_refused_load():
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = orlop.SwapAdamW(model.parameters())
+    for wrong in ({}, {"state": {}}):
+        with pytest.raises(CheckpointMismatch, match="no optimizer state dict"):
+            optimizer.load_state_dict(wrong)
+    source = orlop.SwapAdamW(make_model().parameters())
+    full = copy.deepcopy(source.state_dict())
+    full["state"][1]["exp_avg"] = torch.empty(5, device="meta")
+    with pytest.raises(CheckpointMismatch, match="without values"):
+        optimizer.load_state_dict(full)
+    assert model[0].weight not in optimizer.state
