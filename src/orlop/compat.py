@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -116,11 +117,15 @@ def empty_state_like(param: torch.Tensor, dtype: torch.dtype, device: torch.devi
 
 
 def shard_like(param: DTensor, whole: torch.Tensor) -> DTensor:
-    """`whole`, which is equal on all ranks, as a DTensor with the mesh and placements of `param`; no
-    communication."""
+    """`whole`, which is equal on all ranks, as a DTensor with the mesh and placements of `param`.
+
+    Without communication where torch can (``src_data_rank=None``, after 2.6); a scatter from rank 0 gives the same.
+    """
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+    takes_source = "src_data_rank" in inspect.signature(distribute_tensor).parameters
+    options = {"src_data_rank": None} if takes_source else {}
+    return distribute_tensor(whole, param.device_mesh, param.placements, **options)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

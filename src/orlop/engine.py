@@ -65,7 +65,7 @@ class TrainEngine:
         skip_grad_norm_threshold: float | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        _require_kinds(model, optimizer, scheduler, parts or {})
+        _require_kinds(model, optimizer, scheduler)
         self.model = model
         self.optimizers: Mapping[str, Optimizer] = (
             {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else dict(optimizer)
@@ -81,6 +81,7 @@ class TrainEngine:
             for name in (*self.optimizers, *self.parts):
                 if name in _RESERVED or (name in self.optimizers and name in self.parts):
                     raise ValueError(f"a part or optimizer can't be named {name!r}: that name is taken")
+            _require_savable({"scheduler": scheduler, **self.parts})
             require_all_named(ParameterNames.of(model), self.optimizers)
             _require_gradients_to_measure(self.optimizers)
 
@@ -263,8 +264,8 @@ class TrainEngine:
         return any(moved)
 
 
-def _require_kinds(model: Any, optimizer: Any, scheduler: Any, parts: Mapping[str, Any]) -> None:
-    """Say at once what is no model, optimizer, scheduler or part, and a scheduler that drives another optimizer."""
+def _require_kinds(model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Say at once what is no model or optimizer, and a scheduler that drives another optimizer."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the first argument is the model, a torch.nn.Module, not {type(model).__name__}")
     given = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
@@ -272,13 +273,16 @@ def _require_kinds(model: Any, optimizer: Any, scheduler: Any, parts: Mapping[st
         if not isinstance(each, Optimizer):
             what = each.__name__ + " itself" if isinstance(each, type) else type(each).__name__
             raise TypeError(f"the second argument is an optimizer, or optimizers by name, not {what}")
-    for name, part in (("scheduler", scheduler), *parts.items()):
-        if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            kind = type(part).__name__
-            raise TypeError(f"{name!r} can't be saved: {kind} has no state_dict and load_state_dict")
     driven = getattr(scheduler, "optimizer", None)
     if driven is not None and not any(driven is each for each in given):
         raise ValueError("the scheduler drives another optimizer than the engine's: build it on that one")
+
+
+def _require_savable(parts: Mapping[str, Any]) -> None:
+    for name, part in parts.items():
+        if part is not None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            kind = type(part).__name__
+            raise TypeError(f"{name!r} can't be saved: {kind} has no state_dict and load_state_dict")
 
 
 def _require_gradients_to_measure(optimizers: Mapping[str, Optimizer]) -> None:

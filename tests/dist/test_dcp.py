@@ -25,7 +25,7 @@ def whole(key):
 
 def sharded(mesh, placements, values):
     return {
-        key: distribute_tensor(values(key), mesh, [placements.get(key, Shard(0))], src_data_rank=None)
+        key: distribute_tensor(values(key), mesh, [placements.get(key, Shard(0))])
         for key in SHAPES
     }
 

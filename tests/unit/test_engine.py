@@ -6,7 +6,7 @@ from torch import nn
 
 from orlop import SwapAdamW
 from orlop.engine import TrainEngine
-from orlop.errors import RankFailed, StateNotReady
+from orlop.errors import OrlopError, RankFailed, StateNotReady
 
 
 def make(optimizer_class=torch.optim.AdamW, **options):
@@ -147,3 +147,20 @@ def test_b13_a_grad_scaler_is_a_part_like_any_other(tmp_path):
     second.load_dcp(tmp_path / "x")
     assert second.parts["scaler"].state_dict() == scaler.state_dict()
     assert second.parts["scaler"].get_scale() == 8.0
+
+
+def test_wrong_arguments_are_said_at_once():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    other = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match="the first argument is the model"):
+        TrainEngine(optimizer, model)
+    with pytest.raises(TypeError, match="AdamW itself"):
+        TrainEngine(model, torch.optim.AdamW)
+    with pytest.raises(ValueError, match="another optimizer"):
+        TrainEngine(model, optimizer, torch.optim.lr_scheduler.StepLR(other, 1))
+    for options in ({"scheduler": "cosine"}, {"parts": {"x": 3}}):
+        with pytest.raises(OrlopError, match="can't be saved"):
+            TrainEngine(model, optimizer, **options)
+    with pytest.raises(ValueError, match="optimizer_layout"):
+        TrainEngine(model, optimizer).save_dcp("nowhere", optimizer_layout="flat")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from pathlib import Path
 
@@ -17,7 +18,8 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reas
 
 
 def _touch(mib: int) -> None:
-    torch.ones(mib * MIB, dtype=torch.uint8)  # freed at once: only a peak counter sees it
+    # Pages of its own, given back at once: only a peak counter sees them, and no allocator had them before.
+    torch.frombuffer(mmap.mmap(-1, mib * MIB), dtype=torch.uint8).fill_(1)
 
 
 def test_seconds_are_the_blocks() -> None:
