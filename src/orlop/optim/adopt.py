@@ -57,7 +57,7 @@ def plan_adoption(residents: Residents, groups: Sequence[Group], state_dict: Map
     """
     saved_groups = list(state_dict["param_groups"])
     pairs = _paired_groups(groups, saved_groups)
-    param_of = paired_params(groups, saved_groups)
+    param_of = _param_of(pairs)
     saved_state = {key: _present(entry) for key, entry in state_dict["state"].items()}
     unknown = [key for key in saved_state if key not in param_of]
     if unknown:
@@ -102,8 +102,7 @@ def paired_params(groups: Sequence[Group], saved: Sequence[Group]) -> dict[Any, 
     Raises:
         CheckpointMismatch: The groups do not match.
     """
-    pairs = _paired_groups(groups, list(saved))
-    return {saved_id: param for live, other in pairs for param, saved_id in _paired_params(live, other)}
+    return _param_of(_paired_groups(groups, list(saved)))
 
 
 def apply_adoption(residents: Residents, adoption: Adoption) -> None:
@@ -178,6 +177,10 @@ def _paired_groups(groups: Sequence[Group], saved: Sequence[Group]) -> list[tupl
                 todo="build the optimizer with the groups that were saved",
             )
     return list(zip(groups, saved))
+
+
+def _param_of(pairs: Sequence[tuple[Group, Group]]) -> dict[Any, Tensor]:
+    return {saved_id: param for live, other in pairs for param, saved_id in _paired_params(live, other)}
 
 
 def _paired_params(live: Group, saved: Group) -> list[tuple[Tensor, Any]]:
