@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from orlop import compat
@@ -28,6 +29,8 @@ def plan_residents(
 ) -> list[Resident]:
     """Residents, without places yet, for the parameters of some groups that need state and have no place.
 
+    Lazy modules' parameters have no shape before the first forward: they wait for their first gradient.
+
     Args:
         optimizer: Whose groups.
         proof: How its class may be run.
@@ -39,7 +42,9 @@ def plan_residents(
         (index, position, param)
         for index in group_indices
         for position, param in enumerate(optimizer.param_groups[index]["params"])
-        if (param.requires_grad or any(param is other for other in also)) and param not in residents
+        if (param.requires_grad or any(param is other for other in also))
+        and param not in residents
+        and not is_lazy(param)
     ]
     specs = probe_state(optimizer, [param for _, _, param in newcomers])
     return [
@@ -73,7 +78,8 @@ def require_steppable_groups(groups: Sequence[Group]) -> None:
                 todo="use the stock class for differentiable steps",
             )
         for position, param in enumerate(group["params"]):
-            require_steppable(param, parameter_name(group, index, position))
+            if not is_lazy(param):
+                require_steppable(param, parameter_name(group, index, position))
 
 
 def require_steppable(param: Tensor, name: str) -> None:

@@ -15,6 +15,7 @@ import mmap
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,12 +85,12 @@ class Arena:
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(block.nbytes for block in self._blocks)
+        return sum(block.nbytes for block in self._living())
 
     @property
     def num_blocks(self) -> int:
         """How many blocks there are: one from construction, one more for each later growth."""
-        return len(self._blocks)
+        return len(self._living())
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory lies in the arena (its local part's, for a DTensor); true for an empty
@@ -98,7 +99,7 @@ class Arena:
         if local.numel() == 0:
             return True
         start, end = local.data_ptr(), local.data_ptr() + local.untyped_storage().nbytes()
-        return any(b.address <= start and end <= b.address + b.nbytes for b in self._blocks)
+        return any(b.address <= start and end <= b.address + b.nbytes for b in self._living())
 
     def grow(self, specs: Sequence[LeafSpec], memory: HostMemory | None = None) -> list[Tensor]:
         """Allocate one block of the exact size for `specs` and carve it.
@@ -120,16 +121,22 @@ class Arena:
         require_host_memory(plan.nbytes, local_world_size(), memory or read_host_memory())
         if self.pinned:
             warn_of_locked_memory(plan.nbytes * local_world_size())
-        block = _Block(plan.nbytes, pinned=self.pinned)
-        self._blocks.append(block)
-        return [_carve(block, spec, offset) for spec, offset in zip(specs, plan.offsets)]
+        buffer, nbytes = _map(plan.nbytes, pinned=self.pinned)
+        address = ctypes.addressof(buffer)
+        self._blocks.append(_Block(owner=weakref.ref(buffer), address=address, nbytes=nbytes))
+        return [_carve(buffer, spec, offset) for spec, offset in zip(specs, plan.offsets)]
+
+    def _living(self) -> list[_Block]:
+        """The blocks of which a leaf is left."""
+        self._blocks = [block for block in self._blocks if block.owner() is not None]
+        return self._blocks
 
 
-def _carve(block: _Block, spec: LeafSpec, offset: int) -> Tensor:
+def _carve(buffer: Any, spec: LeafSpec, offset: int) -> Tensor:
     count = spec.shape.numel()
     if count == 0:
         return _empty(spec)
-    flat = torch.frombuffer(block.buffer, dtype=spec.dtype, count=count, offset=offset)
+    flat = torch.frombuffer(buffer, dtype=spec.dtype, count=count, offset=offset)
     # Not a view of `flat`: in-place kernels run measurably slower on views.
     return torch.empty(0, dtype=spec.dtype).set_(flat.untyped_storage(), 0, spec.shape, spec.stride)
 
@@ -138,49 +145,47 @@ def _empty(spec: LeafSpec) -> Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """One mapping of exact size, zeroed by the kernel and page-locked where asked for.
+    """Where a block lies. Its leaves own it: `owner` dies with the last of them."""
 
-    Where torch offers no way to page-lock a mapping, torch's own pinned allocation stands in; it rounds up,
-    and `nbytes` says what was really taken."""
+    owner: weakref.ref[Any]
+    address: int
+    nbytes: int
 
-    def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self.nbytes = nbytes
-        mapping = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 4 << 20:
-            with contextlib.suppress(
-                OSError
-            ):  # A kernel that was built without: pages are then small, no more.
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        self.buffer = (ctypes.c_char * nbytes).from_buffer(mapping)
-        self.address = ctypes.addressof(self.buffer)
-        if pinned:
-            undo = compat.register_pinned(self.address, nbytes)
-            if undo is None:
-                self._stand_in(nbytes)
-            else:
-                # The finalizer runs before the buffer lets go of the mapping: pages are unlocked while still
-                # mapped.
-                weakref.finalize(self.buffer, undo)
 
-    def _stand_in(self, nbytes: int) -> None:
-        try:
-            pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            # Not refused beforehand by the memlock limit: drivers that lock pages themselves are not bound by
-            # it.
-            raise HostMemoryError(
-                "the host can't page-lock the memory for the optimizer state",
-                expected=f"{nbytes:,} bytes of page-locked host memory",
-                found=f"{error}; limit for locked memory of this process: {locked_memory_limit()}",
-                todo="raise the limit (ulimit -l, or the container's), or shard over more hosts",
-            ) from error
-        self.address = pinned.data_ptr()
-        self.buffer = (ctypes.c_char * nbytes).from_address(self.address)
-        self.nbytes = max(
-            nbytes, 1 << (nbytes - 1).bit_length()
-        )  # torch's host allocator rounds up to a power of two
-        weakref.finalize(self.buffer, _let_go, pinned)
+def _map(nbytes: int, *, pinned: bool) -> tuple[Any, int]:
+    """One mapping of exact size, zeroed by the kernel and page-locked where asked for, and the bytes that it
+    takes."""
+    mapping = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 4 << 20:
+        with contextlib.suppress(OSError):  # A kernel that was built without: pages are then small, no more.
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    buffer = (ctypes.c_char * nbytes).from_buffer(mapping)
+    if pinned:
+        undo = compat.register_pinned(ctypes.addressof(buffer), nbytes)
+        if undo is None:
+            return _allocate_pinned(nbytes)
+        # The finalizer runs before the buffer lets go of the mapping: pages are unlocked while still mapped.
+        weakref.finalize(buffer, undo)
+    return buffer, nbytes
+
+
+def _allocate_pinned(nbytes: int) -> tuple[Any, int]:
+    """Torch's own pinned allocation, where torch offers no way to page-lock a mapping; it rounds up."""
+    try:
+        pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        # Not refused beforehand by the memlock limit: drivers that lock pages themselves are not bound by it.
+        raise HostMemoryError(
+            "the host can't page-lock the memory for the optimizer state",
+            expected=f"{nbytes:,} bytes of page-locked host memory",
+            found=f"{error}; limit for locked memory of this process: {locked_memory_limit()}",
+            todo="raise the limit (ulimit -l, or the container's), or shard over more hosts",
+        ) from error
+    buffer = (ctypes.c_char * nbytes).from_address(pinned.data_ptr())
+    weakref.finalize(buffer, _let_go, pinned)
+    return buffer, 1 << (nbytes - 1).bit_length()  # torch's host allocator rounds up to a power of two
 
 
 def _let_go(owner: Tensor) -> None:

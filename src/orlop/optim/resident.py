@@ -37,6 +37,8 @@ class Resident:
         on_local: The class steps on this rank's part rather than on the DTensor.
         stepped: It took a step, in this run or in the one that it was loaded from.
         shown: `optimizer.state` shows its state; true from the start for a class without any.
+        form: The parameter's dtype and local shape when its place was made.
+        is_given: Its first state was there already: the class makes it in its constructor, or it is a copy.
     """
 
     param: Tensor
@@ -48,7 +50,18 @@ class Resident:
     on_local: bool = False
     stepped: bool = False
     shown: bool = False
+    form: tuple[torch.dtype, torch.Size] = field(init=False)
+    is_given: bool = False
     _twin: tuple[Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.form = _form(self.param)
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether the stock class would make other state at its first step than stands here: the module was
+        given another dtype since (``module.to``). Stock classes never change state that is there."""
+        return not (self.stepped or self.is_given) and self.form != _form(self.param)
 
     @property
     def number_keys(self) -> frozenset[str]:
@@ -151,8 +164,14 @@ class Residents:
             existing = self._state.get(resident.param, {})
             if existing and not any(isinstance(v, Tensor) and v.is_meta for v in existing.values()):
                 self.take_in(resident, existing)
+                resident.is_given = True
             else:
                 self.refresh(resident)
+
+    def retire(self, resident: Resident) -> None:
+        """Take its place from a resident; memory that nobody is left in goes back to the host."""
+        del self._of[resident.param]
+        self._state.pop(resident.param, None)
 
     def take_in(self, resident: Resident, values: Mapping[str, Any]) -> None:
         """Copy tensors into the arena, unless they are there already, and show them under the parameter."""
@@ -222,6 +241,10 @@ class Residents:
         return all(
             bool((resident.leaves[key] == resident.initial.get(key, 0.0)).all()) for key in scalars_first
         ) and all(shown[key] == resident.initial.get(key, 0.0) for key in resident.number_keys)
+
+
+def _form(param: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return param.dtype, compat.local_tensor(param).shape
 
 
 def _number(resident: Resident, key: str) -> float | int:

@@ -220,7 +220,7 @@ class Swapped(Optimizer):
         sent ahead is sent again. Nothing happens where the device is the host."""
         self.require_ready()
         if self._backward is None:
-            trainable = [r for _, r in self._in_order() if r is not None and r.param.requires_grad]
+            trainable = [r for r in self._admit_trainable() if r.param.requires_grad]
             self._stepper.prefetch(trainable, self.window_bytes)
 
     @property
@@ -268,16 +268,17 @@ class Swapped(Optimizer):
         return text
 
     def _active(self) -> list[Resident]:
-        """Residents with a gradient; parameters that were unfrozen since get their place now."""
+        """Residents with a gradient; parameters that were unfrozen or given another form get their place now."""
         # Once per parameter and step, and felt where steps are short: thousands of small parameters, fused.
         active: list[Resident] = []
+        self._admit_late([param for param, resident in self._in_order() if _is_late(param, resident)])
         for param, resident in self._in_order():
             grad = param.grad
             if grad is not None:
-                found = self._admit_unfrozen(param) if resident is None else resident
+                assert resident is not None
                 if grad.layout is not torch.strided:
-                    found.gradient()
-                active.append(found)
+                    resident.gradient()
+                active.append(resident)
         for param, name in self._meta:
             if param.is_meta:
                 raise replaced_parameter(name)
@@ -293,16 +294,21 @@ class Swapped(Optimizer):
             self._order_ids = ids
         return self._order
 
-    def _admit_unfrozen(self, param: Tensor) -> Resident:
-        self._prove_again()
-        self._make_room(param)
-        return self._residents[param]
+    def _admit_late(self, late: Collection[Tensor]) -> None:
+        """Places for parameters that had none, and new ones for those that were given another form since."""
+        if late:
+            self._prove_again()
+            self._make_room(late)
 
     def _admit_trainable(self) -> list[Resident]:
         """All residents, those of parameters that were unfrozen since among them."""
-        for param, resident in list(self._in_order()):
-            if resident is None and param.requires_grad:
-                self._admit_unfrozen(param)
+        self._admit_late(
+            [
+                p
+                for p, resident in self._in_order()
+                if p.requires_grad and (resident is None or resident.is_outgrown)
+            ]
+        )
         return [resident for _, resident in self._in_order() if resident is not None]
 
     def _is_skipped_by_scaler(self) -> bool:
@@ -340,6 +346,7 @@ class Swapped(Optimizer):
         self._drop_started()
         working = replay_pre_hooks(self, state_dict)
         require_state_dict(working)
+        self._admit_late([param for param, resident in self._in_order() if resident and resident.is_outgrown])
         self._admit_saved_frozen(working)
         adoption = plan_adoption(self._residents, self.param_groups, working)
         try:
@@ -358,9 +365,14 @@ class Swapped(Optimizer):
 
     def _admit_saved_frozen(self, state_dict: Mapping[str, Any]) -> None:
         """Places for parameters that are frozen now and had state when it was saved: trained, then frozen."""
-        for key, param in paired_params(self.param_groups, state_dict["param_groups"]).items():
-            if not param.requires_grad and state_dict["state"].get(key):
-                self._make_room(param)
+        pairs = paired_params(self.param_groups, state_dict["param_groups"])
+        self._make_room(
+            [
+                param
+                for key, param in pairs.items()
+                if not param.requires_grad and state_dict["state"].get(key)
+            ]
+        )
 
     # -- what the rest of orlop asks ---------------------------------------------------------------------------------
 
@@ -374,12 +386,12 @@ class Swapped(Optimizer):
 
         Nothing live changes. For a class whose state exists from construction they are the live ones.
         """
-        self._make_room(param)
+        self._make_room([param])
         return dict(self._residents[param].canonical)
 
     def number_keys(self, param: Tensor) -> frozenset[str]:
         """State keys under which the class keeps a Python number."""
-        self._make_room(param)
+        self._make_room([param])
         return self._residents[param].number_keys
 
     def restored(self, present: Mapping[Tensor, Mapping[str, object]], absent: Collection[Tensor]) -> None:
@@ -455,10 +467,15 @@ class Swapped(Optimizer):
         """Whether a tensor's memory lies in the arena."""
         return self._residents.arena.holds(tensor)
 
-    def _make_room(self, param: Tensor) -> None:
-        if param not in self._residents:
-            index = next(i for i, g in enumerate(self.param_groups) if any(p is param for p in g["params"]))
-            self._admit([index], also=[param])
+    def _make_room(self, params: Collection[Tensor]) -> None:
+        """A place for each of these that has none of its present form."""
+        outgrown = [r for r in map(self._residents.get, params) if r is not None and r.is_outgrown]
+        for resident in outgrown:
+            self._residents.retire(resident)
+        newcomers = [param for param in params if param not in self._residents]
+        if newcomers:
+            self._admit(range(len(self.param_groups)), also=newcomers)
+        for param in newcomers:
             if not param.requires_grad:
                 self._residents.hide(self._residents[param])
 
@@ -492,6 +509,10 @@ class Swapped(Optimizer):
         super().__setstate__(carried)
         self._settle(stepped=stepped)
         self._stepper.fault = fault
+
+
+def _is_late(param: Tensor, resident: Resident | None) -> bool:
+    return param.grad is not None and (resident is None or resident.is_outgrown)
 
 
 def trace(path: str | os.PathLike[str], optimizer: Swapped | None = None) -> None:

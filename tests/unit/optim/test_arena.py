@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import weakref
 
 import pytest
 import torch
@@ -60,11 +59,13 @@ def test_blocks_are_of_exact_size_and_never_move():
     arena = Arena(pinned=False)
     (first,) = arena.grow([leaf_spec((1000, 1000))])
     pointer = first.data_ptr()
-    arena.grow([leaf_spec((3,))])
+    second = arena.grow([leaf_spec((3,))])
     assert first.data_ptr() == pointer
     assert arena.num_blocks == 2
     assert arena.nbytes == 4_000_000 + 12
     assert not arena.holds(torch.zeros(3))
+    del second
+    assert (arena.num_blocks, arena.nbytes) == (1, 4_000_000)
 
 
 def test_strides_are_kept():
@@ -77,7 +78,7 @@ def test_strides_are_kept():
 def test_a_block_lives_as_long_as_one_of_its_leaves():
     arena = Arena(pinned=False)
     leaves = arena.grow([leaf_spec((100,)), leaf_spec((100,))])
-    block = weakref.ref(arena._blocks[0].buffer)
+    block = arena._blocks[0].owner
     leaves[1].fill_(7)
     del arena, leaves[0]
     gc.collect()
