@@ -17,7 +17,19 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.storage import StorageReader
 
 from orlop.dcp import Reader, Writer
-from sides import Results, blank, folder, forget, large_state, options, peak_above, small_state, take_turns
+from sides import (
+    Growth,
+    Results,
+    blank,
+    folder,
+    forget,
+    large_state,
+    options,
+    peak_above,
+    small_engine,
+    small_state,
+    take_turns,
+)
 
 
 def read_once(path: Path) -> None:
@@ -61,30 +73,33 @@ def measure_large(chosen: Namespace, results: Results) -> None:
 
 def measure_small(chosen: Namespace, results: Results) -> None:
     """Many small tensors; and a tenth of them, for the growth."""
-    each = []
+    growth = Growth()
     for number in (chosen.tensors // 10, chosen.tensors):
         state = small_state(number)
         target = blank(state)
         with folder(chosen.tmpfs) as path:
             dcp.save(state, storage_writer=Writer(path / "orlop"))
             dcp.save(state, storage_writer=FileSystemWriter(path / "torch"))
+            engine = small_engine(state)
+            engine.save_dcp(path / "engine")
 
             def load(reader: StorageReader, target: dict[str, torch.Tensor] = target) -> None:
                 dcp.load(target, storage_reader=reader)
 
             times = take_turns(
                 [
+                    lambda engine=engine, path=path: engine.load_dcp(path / "engine"),
                     lambda load=load, path=path: load(Reader(path / "orlop", num_threads=chosen.threads)),
                     lambda load=load, path=path: load(Reader(path / "torch", num_threads=chosen.threads)),
                     lambda load=load, path=path: load(FileSystemReader(path / "torch")),
                 ],
                 chosen.rounds,
             )
-        each.append(times.cpu_medians[0] / number)
-        results.compare(f"{number:,} small tensors vs dcp.load", times)
-        results.compare("  the same, plain DCP's checkpoint", times, ours=1)
-    grown = f"{each[1] / each[0]:.2f}x each"
-    results.add("  CPU of ten times as many", ours=f"{each[1] * 1e6:.0f} us each", ratio=grown, bar="about 1")
+        growth.note(times, number)
+        results.compare(f"{number:,} small tensors, an engine's load, vs dcp.load", times)
+        results.compare("  the same by dcp.load with orlop's reader", times, ours=1)
+        results.compare("  … of plain DCP's checkpoint", times, ours=2)
+    growth.show(results, {"an engine's load": 0, "dcp.load with orlop's reader": 1})
 
 
 def main() -> None:

@@ -23,6 +23,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from orlop import TrainEngine
+
 TMPFS = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
 
 
@@ -57,6 +59,14 @@ def small_state(count: int) -> dict[str, torch.Tensor]:
     """Many tensors of 1 KiB."""
     torch.manual_seed(0)
     return {f"layers.{number}.weight": torch.randn(16, 16) for number in range(count)}
+
+
+def small_engine(state: dict[str, torch.Tensor]) -> TrainEngine:
+    """An engine whose parameters are these tensors, with an optimizer that keeps no state."""
+    model = torch.nn.Module()
+    for key, tensor in state.items():
+        model.register_parameter(key.replace(".", "_"), torch.nn.Parameter(tensor))
+    return TrainEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -134,6 +144,26 @@ def forget(path: Path) -> None:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+class Growth:
+    """What each of some things costs a side, in CPU seconds, as their number grows tenfold."""
+
+    def __init__(self) -> None:
+        self._each: list[list[float]] = []
+
+    def note(self, times: Times, count: int) -> None:
+        """The next measurement, of so many things."""
+        self._each.append([seconds / count for seconds in times.cpu_medians])
+
+    def show(self, results: Results, sides: dict[str, int]) -> None:
+        """A line for each of our sides, with the last side's own growth beside it."""
+        for what, side in sides.items():
+            first, last = self._each
+            a, b = ((f"{last[at] * 1e6:.0f} us", f"{last[at] / first[at]:.2f}x") for at in (side, -1))
+            growth = f"{a[1]} (other: {b[1]})"
+            name = f"  CPU of each, {what}, ten times as many"
+            results.add(name, ours=a[0], other=b[0], ratio=growth, bar="about 1")
 
 
 class Results:

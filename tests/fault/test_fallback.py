@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from tests.fault.tiny import Tiny, expected_states, same
 
+import orlop
 from orlop import CheckpointStore
 from orlop.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete, StateNotReady, StorageFull
 from orlop.resume import LoadPolicy
 from orlop.store import files
 from orlop.testing import FaultyFiles, observed, run_ranks
+from orlop.tools.reindex import index_in_place
 
 STATES = expected_states(4)
 
@@ -54,6 +57,56 @@ def test_c05_content_that_is_damaged_makes_resume_go_on_to_the_next_older(
     assert again is not None
     assert again.step == 3
     assert same(other.state(), STATES[3])
+
+
+@pytest.mark.parametrize("gone", [["orlop.json"], ["orlop.json", "metadata.json"]])
+def test_c05_a_manifest_that_is_gone_is_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gone: list[str]
+) -> None:
+    store = saved(tmp_path, 3)
+    for name in gone:
+        (store.path(3) / name).unlink()
+    place = str(store.path(3) / "orlop.json")
+    tiny = Tiny().train(1)
+    for act in (lambda: store.resume(tiny.engine, step=3), lambda: tiny.engine.load_dcp(store.path(3))):
+        with pytest.raises(CheckpointIncomplete, match=r"orlop\.json is missing") as caught:
+            act()
+        assert place in str(caught.value.where)
+        assert same(tiny.state(), STATES[1])
+    (finding,) = [finding for finding in orlop.verify(store.path(3)) if finding.is_fault][:1]
+    assert (finding.kind, finding.where) == ("incomplete", place)
+    with caplog.at_level(logging.WARNING):
+        resumed = CheckpointStore(tmp_path).resume(tiny.engine)
+    assert resumed is not None
+    assert resumed.step == 2
+    assert same(tiny.state(), STATES[2])
+    (warned,) = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert "orlop.json is missing" in warned
+
+
+def test_what_never_had_a_manifest_does_not_miss_one(tmp_path: Path) -> None:
+    tiny = Tiny().train(2)
+    tiny.engine.save_dcp(tmp_path / "writer", storage_writer=orlop.dcp.Writer(tmp_path / "writer"))
+    tiny.engine.save_dcp(tmp_path / "torch", storage_writer=dcp.FileSystemWriter(tmp_path / "torch"))
+    assert index_in_place(tmp_path / "torch")
+    for name in ("writer", "torch"):
+        assert (tmp_path / name / "__0_0.index.json").exists()
+        assert not (tmp_path / name / "orlop.json").exists()
+        assert not [finding for finding in orlop.verify(tmp_path / name) if finding.is_fault]
+        other = Tiny()
+        other.engine.load_dcp(tmp_path / name)
+        assert same(other.state(), STATES[2])
+
+
+def test_verify_checks_the_data_of_a_checkpoint_whose_manifest_is_damaged(tmp_path: Path) -> None:
+    store = saved(tmp_path, 1)
+    overwrite(store.path(1) / "orlop.json")
+    (fault,) = [finding for finding in orlop.verify(store.path(1)) if finding.is_fault]
+    assert fault.where == str(store.path(1) / "orlop.json")
+    content = bytearray((store.path(1) / "__0_0.distcp").read_bytes())
+    content[content.index(b"archive/data/0") - 200] ^= 1
+    (store.path(1) / "__0_0.distcp").write_bytes(content)
+    assert len([finding for finding in orlop.verify(store.path(1)) if finding.is_fault]) == 2
 
 
 def test_c10_an_explicit_step_that_is_damaged_raises_and_leaves_nothing_half_usable(tmp_path: Path) -> None:

@@ -12,13 +12,19 @@ from orlop.dcp.index import FileIndex, index_name, parse_index, unseal_as
 from orlop.dcp.metadata import parse_metadata
 from orlop.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound
 from orlop.store.directory import Directory
-from orlop.store.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from orlop.store.manifest import (
+    CATALOG_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    lost_manifest,
+    parse_manifest,
+    promises_manifest,
+)
 from orlop.store.sealed import digest
 
 __all__ = ["CATALOG_FORMAT", "CATALOG_NAME", "METADATA_NAME", "Contents"]
 
 METADATA_NAME = ".metadata"
-CATALOG_NAME = "metadata.json"
 CATALOG_FORMAT = "orlop-metadata"
 
 
@@ -30,21 +36,29 @@ class Contents:
         self._indexes: dict[str, FileIndex | None] = {}
         self._manifest: Manifest | None = None
         self._looked_for_manifest = False
+        self._ignores_manifest = False
 
     @property
     def manifest(self) -> Manifest | None:
         """`orlop.json`, if there is one.
 
         Raises:
+            CheckpointIncomplete: There was one, or should have been.
             CheckpointCorrupt: It is damaged.
             CheckpointError: A newer orlop wrote it.
         """
         if not self._looked_for_manifest:
             data = self._optional(MANIFEST_NAME)
             where = self.directory.path_of(MANIFEST_NAME)
+            if data is None and promises_manifest(self._optional(CATALOG_NAME) or b""):
+                raise lost_manifest(where)
             self._manifest = None if data is None else parse_manifest(data, where)
             self._looked_for_manifest = True
         return self._manifest
+
+    def ignore_manifest(self) -> None:
+        """From now on none is there, and none is missed: for a tool that has told what is wrong with it."""
+        self._looked_for_manifest = self._ignores_manifest = True
 
     def catalog(self, rank: int | None = None) -> Catalog:
         """What the checkpoint holds.
@@ -100,7 +114,11 @@ class Contents:
             data = self._optional_sealed(name)
             where = self.directory.path_of(name)
             with without_collection():
-                self._indexes[file] = None if data is None else parse_index(data, file, where)
+                index = None if data is None else parse_index(data, file, where)
+            is_missed = index is not None and index.manifest and not self._ignores_manifest
+            if is_missed and self.manifest is None:
+                raise lost_manifest(self.directory.path_of(MANIFEST_NAME))
+            self._indexes[file] = index
         return self._indexes[file]
 
     def expected_size(self, file: str) -> int | None:

@@ -155,7 +155,7 @@ def run_job(job: Job, file: RangedData, scratch: Scratch, tally: Tally) -> None:
     if file.read_into(source.at + start, buffers) != stop - start:
         raise CheckpointCorrupt(
             "a file ends early",
-            where=f"{source.leaf} in {source.path}",
+            where=source.where,
             expected=f"at least {source.at + stop:,} bytes",
             found=f"{file.size:,} bytes",
         )
@@ -193,7 +193,7 @@ def _check_blocks(source: Source, start: int, buffers: list[memoryview]) -> None
         at = source.at + start + block * BLOCK_BYTES
         raise CheckpointCorrupt(
             "a checksum differs: the file was damaged after it was written",
-            where=f"{source.leaf} in {source.path}, bytes {at:,} to {at + BLOCK_BYTES:,}",
+            where=f"{source.where}, bytes {at:,} to {at + BLOCK_BYTES:,}",
             expected=f"CRC-32 {expected[block]:08x}",
             found=f"{found[block]:08x}",
             todo="resume from an older checkpoint, or copy this one again from where it came",
@@ -220,7 +220,7 @@ def check_whole(fetch: Fetch) -> None:
     if total != fetch.source.crc:
         raise CheckpointCorrupt(
             "a checksum differs: the file was damaged after it was written",
-            where=f"{fetch.source.leaf} in {fetch.source.path}",
+            where=fetch.source.where,
             expected=f"CRC-32 {fetch.source.crc:08x}",
             found=f"{total:08x}",
             todo="load an older checkpoint, or copy this one again from where it came",

@@ -74,12 +74,14 @@ class FileIndex:
         file: The data file's name.
         nbytes: Its size.
         records: In the order of their bytes.
+        manifest: Whether a manifest belongs to the checkpoint.
         by_start: The same, by their first byte.
     """
 
     file: str
     nbytes: int
     records: tuple[IndexRecord, ...]
+    manifest: bool = False
     by_start: dict[int, IndexRecord] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,8 +93,15 @@ def index_name(file: str) -> str:
     return f"{file.removesuffix(_SUFFIX)}.index.json"
 
 
-def render_index(file: str, nbytes: int, records: Iterable[IndexRecord]) -> bytes:
-    """An index's content, sealed."""
+def render_index(file: str, nbytes: int, records: Iterable[IndexRecord], *, manifest: bool = False) -> bytes:
+    """An index's content, sealed.
+
+    Args:
+        file: The data file.
+        nbytes: Its size.
+        records: In the order of their bytes.
+        manifest: Whether a manifest is to follow.
+    """
     lines = [
         {
             "leaf": record.leaf,
@@ -105,6 +114,7 @@ def render_index(file: str, nbytes: int, records: Iterable[IndexRecord]) -> byte
         for record in records
     ]
     head = {"format": _FORMAT, "version": FORMAT_VERSION, "orlop_version": __version__, "file": file}
+    head |= {"manifest": True} if manifest else {}
     return seal(json.dumps({**head, "nbytes": nbytes, "block_bytes": BLOCK_BYTES, "records": lines}))
 
 
@@ -159,7 +169,8 @@ def parse_index(data: bytes, file: str, where: str) -> FileIndex:
         raise CheckpointCorrupt(
             "an index can't be right", where=where, found=f"{type(error).__name__}: {error}"[:500]
         ) from error
-    return FileIndex(file=file, nbytes=nbytes, records=records)
+    manifest = content.get("manifest") is True
+    return FileIndex(file=file, nbytes=nbytes, records=records, manifest=manifest)
 
 
 def _count(value: Any) -> int:

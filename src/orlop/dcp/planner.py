@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from orlop import compat
 from orlop.dcp.boxes import Box
+from orlop.dcp.collector import without_collection
 from orlop.dcp.coverage import require_whole
 from orlop.dcp.layout import local_box
 from orlop.errors import CheckpointCorrupt, CheckpointUnsafe
@@ -130,6 +131,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
+    @without_collection()
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads: every leaf of the dict; of sharded ones the box that is proven to be this rank's."""
         assert self.metadata is not None

@@ -86,6 +86,7 @@ class Reader(StorageReader):
         """What orlop noted of the whole checkpoint, if it was saved by a `CheckpointStore` or a `TrainEngine`."""
         return self._contents.manifest
 
+    @without_collection()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata, validated.
 
@@ -95,8 +96,7 @@ class Reader(StorageReader):
             CheckpointUnsafe: The metadata names something outside the allow-list; nothing ran.
             CheckpointCorrupt: It is damaged, or breaks a rule of the format.
         """
-        with without_collection():
-            return to_torch(self._contents.catalog(kwargs.get("rank")))
+        return to_torch(self._contents.catalog(kwargs.get("rank")))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -105,6 +105,7 @@ class Reader(StorageReader):
         if self._records.metadata is not metadata:
             self._records = Records(self._contents, metadata)
 
+    @without_collection()
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Refuse what can be refused before a target changes.
 
@@ -116,8 +117,7 @@ class Reader(StorageReader):
             # A leaf of which nothing at all is stored has no item in any rank's plan, wanted or not.
             bare = (leaf for leaf, entry in self._records.leaves.items() if _holds_nothing(entry))
             self._require_whole([*(item.storage_index.fqn for item in plan.items), *bare])
-        with without_collection():
-            self._records.require_files(item.storage_index for item in plan.items)
+        self._records.require_files(item.storage_index for item in plan.items)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -156,6 +156,7 @@ class Reader(StorageReader):
             if overlap(box, Box(tuple(chunk.offsets), tuple(chunk.sizes))) is not None
         )
 
+    @without_collection()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the plan's targets; returns when all are filled and checked.
 
@@ -165,7 +166,7 @@ class Reader(StorageReader):
             CheckpointUnsafe: A byte leaf holds more than plain data; nothing of it ran.
         """
         fetches: list[tuple[ReadItem, Fetch]] = []
-        with self._records.opened() as records, without_collection():
+        with self._records.opened() as records:
             for item in sorted(plan.items, key=lambda item: records.order(item.storage_index)):
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, safe.repacked(*records.whole(item.storage_index, self.report)))

@@ -20,6 +20,8 @@ from orlop.dcp.boxes import Box
 from orlop.dcp.catalog import Extent, Rules
 from orlop.dcp.checksums import BlockCrcs
 from orlop.dcp.contents import Contents
+from orlop.dcp.dtypes import ITEM_BYTES
+from orlop.dcp.inflated import SLACK_BYTES, most_unfolded
 from orlop.dcp.source import Source, find_record, from_index, from_record
 from orlop.dcp.standard import dtype_name
 from orlop.dcp.transfer import ReadReport
@@ -153,6 +155,10 @@ class Records:
             if len(names) > 1
         }
 
+    def _where(self, leaf: str, extent: Extent) -> str:
+        """Leaf and file, for messages."""
+        return f"{leaf} in {self._directory}/{extent.path}"
+
     # -- contents --------------------------------------------------------------------------------------------------
 
     def source(self, index: MetadataIndex) -> Source | str:
@@ -162,15 +168,16 @@ class Records:
         if extent.transforms:
             return f"its bytes were transformed: {', '.join(extent.transforms)}"
         file_index = self._contents.index(extent.path)
+        where = self._where(index.fqn, extent)
         if file_index is not None:
-            record = find_record(file_index, index.fqn, extent, self._aliases.get(extent, ()))
-            return from_index(record, box, dtype, extent.path) or "it was written as torch writes it"
+            record = find_record(file_index, index.fqn, extent, self._aliases.get(extent, ()), where)
+            return from_index(record, box, dtype, extent.path, where) or "it was written as torch writes it"
         read = partial(self._read_at, extent)
         if extent.nbytes <= _SMALL_RECORD:
             content = read(0, extent.nbytes)
             read = partial(_slice, content)
         try:
-            return from_record(read, index.fqn, extent, box.sizes, dtype)
+            return from_record(read, index.fqn, extent, box.sizes, dtype, where)
         except Unusual as reason:
             return str(reason)
 
@@ -196,23 +203,22 @@ class Records:
         return self._file.read(extent.offset + offset, max(0, min(nbytes, extent.nbytes - offset)))
 
     def whole(self, index: MetadataIndex, report: ReadReport) -> tuple[bytes, str]:
-        """A record's bytes, checked where they can be, and the place for messages.
+        """A record's bytes, transforms undone, checked where they can be, and the place for messages.
 
         Raises:
-            CheckpointCorrupt: A checksum differs, or the file ends early.
+            CheckpointCorrupt: A checksum differs, the file ends early, or the transforms can't be undone.
         """
         extent = self.extent(index)
-        where = f"{index.fqn} in {extent.path}"
+        where = self._where(index.fqn, extent)
         content = self._read_at(extent, 0, extent.nbytes)
         if len(content) != extent.nbytes:
             raise CheckpointCorrupt("a file ends early", where=where, expected=f"{extent.nbytes:,} bytes")
         report.bytes_needed += len(content)
         report.bytes_read += len(content)
+        unchecked: str | None = None
         file_index = self._contents.index(extent.path)
-        if file_index is None:
-            unchecked = safe.check_members(partial(_slice, content), len(content), where)
-        else:
-            record = find_record(file_index, index.fqn, extent, self._aliases.get(extent, ()))
+        if file_index is not None:
+            record = find_record(file_index, index.fqn, extent, self._aliases.get(extent, ()), where)
             unchecked = None if record.data == record.record else "its index covers a part"
             start = record.data[0] - record.record[0]
             blocks = BlockCrcs()
@@ -221,8 +227,12 @@ class Records:
                 raise CheckpointCorrupt(
                     "a checksum differs: the file was damaged after it was written", where=where
                 )
+        if extent.transforms:
+            content = safe.undone(content, extent.transforms, self._most_bytes(index), where)
+        if file_index is None:
+            unchecked = safe.check_members(partial(_slice, content), len(content), where)
         if unchecked is None:
-            report.bytes_checked += len(content)
+            report.bytes_checked += extent.nbytes
         else:
             report.unchecked[index.fqn] = unchecked
         return content, where
@@ -237,7 +247,14 @@ class Records:
         report.fallbacks[index.fqn] = reason
         content, where = self.whole(index, report)
         box, dtype = self._chunk(index)
-        return safe.load_tensor(content, self.extent(index).transforms, box.sizes, dtype, where)
+        return safe.load_tensor(content, box.sizes, dtype, where)
+
+    def _most_bytes(self, index: MetadataIndex) -> int:
+        """How long a record may get when its transforms are undone."""
+        if not isinstance(self.leaves.get(index.fqn), TensorStorageMetadata):
+            return most_unfolded(self.extent(index).nbytes)
+        box, dtype = self._chunk(index)
+        return 2 * box.volume * ITEM_BYTES.get(dtype, 16) + SLACK_BYTES
 
 
 def _slice(content: bytes, offset: int, nbytes: int) -> bytes:

@@ -7,9 +7,7 @@ Classes that the user has allowed (`torch.serialization.add_safe_globals`) are h
 from __future__ import annotations
 
 import io
-import math
 import pickle
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,17 +17,14 @@ from torch import Tensor
 from orlop import compat
 from orlop.dcp.archive import Member, Unusual, content_at, raw_at, read_directory
 from orlop.dcp.checksums import crc32
-from orlop.dcp.dtypes import ITEM_BYTES
+from orlop.dcp.inflated import inflated, most_unfolded
 from orlop.dcp.pickled import read_pickle
 from orlop.dcp.standard import dtype_name
 from orlop.errors import CheckpointCorrupt, CheckpointUnsafe
 
-__all__ = ["check_members", "load", "load_tensor", "repacked"]
+__all__ = ["check_members", "load", "load_tensor", "repacked", "undone"]
 
 ReadAt = Callable[[int, int], bytes]
-
-# A compressed record may unfold to this many times its size, and this much more.
-_MOST_UNFOLDED, _UNFOLDED_SLACK = 16, 1 << 20
 
 
 def load(content: bytes, where: str) -> Any:
@@ -92,10 +87,7 @@ def _require_harmless(content: bytes, where: str) -> None:
     read: ReadAt = lambda offset, nbytes: content[offset : offset + nbytes]  # noqa: E731
     try:
         members = read_directory(read, len(content), where)
-        if (
-            sum(member.nbytes for member in members.values())
-            > _MOST_UNFOLDED * len(content) + _UNFOLDED_SLACK
-        ):
+        if sum(member.nbytes for member in members.values()) > most_unfolded(len(content)):
             raise CheckpointCorrupt("a record would unfold to many times its size", where=where)
         for name, member in members.items():
             if name.endswith("/data.pkl") and member.is_stored:
@@ -128,7 +120,7 @@ def _check_member(read: ReadAt, member: Member, name: str, nbytes: int, where: s
     content = read(raw_at(read, member, name, nbytes, where), member.stored_bytes)
     if not member.is_stored:
         # Torch's own loader does not compare checksums: a damaged method makes it inflate what is no deflate stream.
-        content = _inflated(content, member, nbytes)
+        content = inflated(content, member, nbytes)
     if len(content) != member.nbytes or crc32(content) != member.crc:
         raise CheckpointCorrupt(
             "a checksum differs: the file was damaged after it was written", where=f"{where}: {name}"
@@ -136,24 +128,11 @@ def _check_member(read: ReadAt, member: Member, name: str, nbytes: int, where: s
     return None
 
 
-def _inflated(content: bytes, member: Member, record_bytes: int) -> bytes:
-    """A compressed file's content, or nothing when it can't be that, or would be too much."""
-    if member.nbytes > _MOST_UNFOLDED * record_bytes + _UNFOLDED_SLACK:
-        return b""
-    try:
-        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, member.nbytes + 1)
-    except zlib.error:
-        return b""
-
-
-def load_tensor(
-    content: bytes, transforms: tuple[str, ...], sizes: tuple[int, ...], dtype: str, where: str
-) -> Tensor:
+def load_tensor(content: bytes, sizes: tuple[int, ...], dtype: str, where: str) -> Tensor:
     """A tensor from a record of unusual form.
 
     Args:
         content: The whole record.
-        transforms: What was applied to it.
         sizes: Its shape, by the metadata.
         dtype: Its dtype, by the metadata.
         where: Leaf and file, for messages.
@@ -162,9 +141,6 @@ def load_tensor(
         CheckpointUnsafe: It holds more than a tensor.
         CheckpointCorrupt: It can't be read, or is not what the metadata says.
     """
-    if transforms:
-        most = 2 * math.prod(sizes) * ITEM_BYTES.get(dtype, 16) + _UNFOLDED_SLACK
-        content = _decoded(content, transforms, most, where)
     value = load(content, where)
     if not isinstance(value, Tensor) or tuple(value.shape) != sizes or dtype_name(value.dtype) != dtype:
         found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -174,9 +150,23 @@ def load_tensor(
     return value
 
 
-def _decoded(content: bytes, transforms: tuple[str, ...], most_bytes: int, where: str) -> bytes:
+def undone(content: bytes, transforms: tuple[str, ...], most_bytes: int, where: str) -> bytes:
+    """A record as it was before its bytes were transformed.
+
+    Args:
+        content: What is stored.
+        transforms: What was applied.
+        most_bytes: How long it can be.
+        where: Leaf and file, for messages.
+
+    Raises:
+        CheckpointCorrupt: They can't be undone, or it gets longer than that.
+    """
     try:
-        decoded: bytes = compat.decoded_stream(io.BytesIO(content), transforms).read(most_bytes + 1)
+        # Some streams give less than they are asked for, a block at a time.
+        decoded, stream = bytearray(), compat.decoded_stream(io.BytesIO(content), transforms)
+        while len(decoded) <= most_bytes and (part := stream.read(most_bytes + 1 - len(decoded))):
+            decoded += part
     except Exception as error:
         # Whatever an extension raises: it is not installed, or the bytes are not of its kind.
         raise CheckpointCorrupt(
@@ -187,4 +177,4 @@ def _decoded(content: bytes, transforms: tuple[str, ...], most_bytes: int, where
         ) from error
     if len(decoded) > most_bytes:
         raise CheckpointCorrupt("a record unfolds to more than its leaf", where=where)
-    return decoded
+    return bytes(decoded)

@@ -25,7 +25,8 @@ class Source:
 
     Attributes:
         leaf: Whose chunk.
-        path: The file.
+        path: The file, relative to the checkpoint's directory.
+        where: Leaf and file, for messages.
         at: The first byte in the file.
         nbytes: How many there are.
         dtype: Torch's name for the stored dtype.
@@ -36,6 +37,7 @@ class Source:
 
     leaf: str
     path: str
+    where: str
     at: int
     nbytes: int
     dtype: str
@@ -44,7 +46,9 @@ class Source:
     crc: int = 0
 
 
-def find_record(index: FileIndex, leaf: str, extent: Extent, aliases: Collection[str]) -> IndexRecord:
+def find_record(
+    index: FileIndex, leaf: str, extent: Extent, aliases: Collection[str], where: str
+) -> IndexRecord:
     """The index's record of one chunk, which stands where the metadata says.
 
     Args:
@@ -52,6 +56,7 @@ def find_record(index: FileIndex, leaf: str, extent: Extent, aliases: Collection
         leaf: Whose chunk.
         extent: Where the metadata has it.
         aliases: The other leaves that the metadata has in the same place.
+        where: Leaf and file, for messages.
 
     Raises:
         CheckpointCorrupt: Index and metadata contradict each other.
@@ -64,7 +69,7 @@ def find_record(index: FileIndex, leaf: str, extent: Extent, aliases: Collection
     ):
         raise CheckpointCorrupt(
             "index and metadata contradict each other",
-            where=f"{leaf} in {extent.path}",
+            where=where,
             expected=f"{extent.nbytes} bytes at {extent.offset}",
             found="no such record" if record is None else f"{record.record[1]} bytes of {record.leaf}",
             todo="if another program has rewritten this checkpoint, remove its *.index.json and metadata.json",
@@ -72,7 +77,7 @@ def find_record(index: FileIndex, leaf: str, extent: Extent, aliases: Collection
     return record
 
 
-def from_index(record: IndexRecord, box: Box, dtype: str, path: str) -> Source | None:
+def from_index(record: IndexRecord, box: Box, dtype: str, path: str, where: str) -> Source | None:
     """The source that an index names; None when the record has to be read as a whole.
 
     Raises:
@@ -83,13 +88,14 @@ def from_index(record: IndexRecord, box: Box, dtype: str, path: str) -> Source |
     if record.box != box or record.dtype != dtype:
         raise CheckpointCorrupt(
             "index and metadata contradict each other",
-            where=f"{record.leaf} in {path}",
+            where=where,
             expected=f"{dtype} {box}",
             found=f"{record.dtype} {record.box}",
         )
     return Source(
         leaf=record.leaf,
         path=path,
+        where=where,
         at=record.data[0],
         nbytes=record.data[1],
         dtype=record.dtype,
@@ -99,7 +105,12 @@ def from_index(record: IndexRecord, box: Box, dtype: str, path: str) -> Source |
 
 
 def from_record(
-    read: Callable[[int, int], bytes], leaf: str, extent: Extent, sizes: tuple[int, ...], dtype: str
+    read: Callable[[int, int], bytes],
+    leaf: str,
+    extent: Extent,
+    sizes: tuple[int, ...],
+    dtype: str,
+    where: str,
 ) -> Source:
     """The source inside a record that plain torch wrote.
 
@@ -109,12 +120,12 @@ def from_record(
         extent: Where the record stands.
         sizes: The chunk's shape, by the metadata.
         dtype: Its dtype, by the metadata.
+        where: Leaf and file, for messages.
 
     Raises:
         Unusual: It is left to torch's own loader.
         CheckpointCorrupt: It is damaged, or not what the metadata says.
     """
-    where = f"{leaf} in {extent.path}"
     found = locate_tensor(read, extent.nbytes, where)
     if (found.sizes, found.dtype) != (sizes, dtype):
         raise CheckpointCorrupt(
@@ -126,6 +137,7 @@ def from_record(
     return Source(
         leaf=leaf,
         path=extent.path,
+        where=where,
         at=extent.offset + found.data_at,
         nbytes=found.nbytes,
         dtype=dtype,

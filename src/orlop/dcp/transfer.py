@@ -47,6 +47,9 @@ class _Queue:
         self._jobs = iter(jobs)
         self._open_file = open_file
         self._left = Counter(job.fetch.source.path for job in jobs)
+        self._wanted: Counter[str] = Counter()
+        for job in jobs:
+            self._wanted[job.fetch.source.path] += job.piece.stop - job.piece.start
         self._files: dict[str, RangedData] = {}
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
@@ -59,7 +62,9 @@ class _Queue:
                 return None
             path = job.fetch.source.path
             if path not in self._files:
-                self._files[path] = self._open_file(path)
+                self._files[path] = file = self._open_file(path)
+                if 2 * self._wanted[path] > file.size:
+                    file.expect_all()
             return job, self._files[path]
 
     def done(self, job: Job) -> None:

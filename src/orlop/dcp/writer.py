@@ -41,8 +41,10 @@ from orlop.version import __version__
 __all__ = ["Writer"]
 
 _DCP_VERSION = "1.0.0"
-# A file, its index and a thread for less would cost more than they save.
+# A file, its index and a thread for less would cost more than they save. A record of less is Python's work, and threads
+# would only wait for each other.
 _WORTH_A_FILE = 8 << 20
+_WORTH_A_THREAD = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,27 @@ class Writer(StorageWriter):
 
     Args:
         path: The checkpoint's directory; it is created where it is missing.
-        num_threads: How many threads write, each one data file of 8 MiB or more; by default as many as this process has
-            CPUs, 4 at most.
+        num_threads: How many threads write, each one data file of 8 MiB or more (small tensors not counted); by default
+            as many as this process has CPUs, 4 at most.
+        manifest: Whether the caller adds a manifest (`orlop.json`) when all is written; a reader then misses it where
+            it is gone.
 
     Attributes:
         digests: SHA-256 of each small file that orlop added, by name; complete on the coordinator after the save.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Directory, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Directory,
+        *,
+        num_threads: int | None = None,
+        manifest: bool = False,
+    ) -> None:
         super().__init__()
         self._threads = num_threads or min(4, available_cpus())
         if self._threads < 1:
             raise ValueError(f"num_threads is {num_threads}; it must be at least 1")
+        self._has_manifest = manifest
         self._open(path)
         self._rank: int | None = None
 
@@ -119,6 +130,7 @@ class Writer(StorageWriter):
             return plan
         return replace(plan, storage_data=compat.storage_prefix(f"__{self._rank}_"))
 
+    @without_collection()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Prove that every tensor will be covered exactly once, and name each rank's files.
 
@@ -134,6 +146,7 @@ class Writer(StorageWriter):
             for rank, plan in enumerate(plans)
         ]
 
+    @without_collection()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's records; returns when they are durable.
 
@@ -171,7 +184,7 @@ class Writer(StorageWriter):
                     raise _Stopped
                 results.append(_write_item(data, name, item, planner.resolve_data(item)))
             data.finish()
-        index = render_index(name, data.size, data.records)
+        index = render_index(name, data.size, data.records, manifest=self._has_manifest)
         with self._directory.create(index_name(name)) as file:
             file.write(index)
             file.fsync()
@@ -181,6 +194,7 @@ class Writer(StorageWriter):
         )
         return results
 
+    @without_collection()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata, last: from now on there is a checkpoint."""
         if hasattr(metadata, "version"):
@@ -193,8 +207,7 @@ class Writer(StorageWriter):
             result.index_file: result.index_digest for result in written if isinstance(result, FileResult)
         }
         if self._rank is None:
-            with without_collection():
-                twin = _render_catalog(metadata, content)
+            twin = _render_catalog(metadata, content, self._has_manifest)
             self._directory.replace(CATALOG_NAME, twin)
             self.digests[CATALOG_NAME] = digest(twin)
         self._directory.replace(self._metadata_name, content)
@@ -208,13 +221,14 @@ class _Stopped(Exception):
     """Another thread has failed."""
 
 
-def _render_catalog(metadata: Metadata, content: bytes) -> bytes:
-    """The metadata's sealed twin: the same as JSON, and the digest of the original."""
+def _render_catalog(metadata: Metadata, content: bytes, has_manifest: bool) -> bytes:
+    """The metadata's sealed twin: the same as JSON, the digest of the original, whether a manifest is to follow."""
     head = {
         "format": CATALOG_FORMAT,
         "version": FORMAT_VERSION,
         "orlop_version": __version__,
         "metadata_digest": digest(content),
+        **({"manifest": True} if has_manifest else {}),
     }
     return seal(json.dumps({**head, **to_json(from_torch(metadata))}))
 
@@ -238,7 +252,8 @@ def _write_item(data: DataFile, name: str, item: WriteItem, value: Any) -> Write
 def share_out(items: Sequence[WriteItem], most: int) -> list[list[WriteItem]]:
     """Deal the items out to at most so many files of about the same size; their order is kept within one."""
     sizes = [_nbytes(item) for item in items]
-    buckets = min(most, max(1, sum(sizes) // _WORTH_A_FILE), len(items))
+    shared = sum(size for size in sizes if size >= _WORTH_A_THREAD)
+    buckets = min(most, max(1, shared // _WORTH_A_FILE), len(items))
     filled = [0] * buckets
     dealt: list[list[int]] = [[] for _ in range(buckets)]
     for number in sorted(range(len(items)), key=lambda number: -sizes[number]):

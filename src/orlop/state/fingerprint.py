@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,10 +45,12 @@ class Fingerprint:
     Attributes:
         leaves: Hex digest by key.
         total: Hex digest of all keys and digests.
+        torn: Leaves whose replicas differ: for each the ranks that hold one place of it, those of one content together.
     """
 
     leaves: Mapping[str, str]
     total: str
+    torn: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
 def fingerprint(engine: Live) -> Fingerprint:
@@ -75,23 +77,28 @@ def fingerprint_leaves(collected: Collected, ranks: Ranks) -> Fingerprint:
                 mine[key] = (kind, box, tensor_sum(compat.local_tensor(value), box[0], tuple(value.shape)))
             else:
                 mine[key] = ("plain", ((), ()), int(digest(value), 16))
-    leaves = _merge(ranks.gather(mine))
-    return Fingerprint(leaves=leaves, total=_hex(f"{key}={leaves[key]}" for key in sorted(leaves)))
+    return _merge(ranks.gather(mine))
 
 
-def _merge(everyone: list[dict[str, _Piece]]) -> dict[str, str]:
+def _merge(everyone: list[dict[str, _Piece]]) -> Fingerprint:
     # Replicas hold the same box and count once; replicas that differ show in the digest.
-    pieces: dict[str, dict[tuple[str, Box], set[int]]] = {}
-    for mine in everyone:
+    pieces: dict[str, dict[tuple[str, Box], dict[int, list[int]]]] = {}
+    for rank, mine in enumerate(everyone):
         for key, (kind, box, value) in mine.items():
-            pieces.setdefault(key, {}).setdefault((kind, box), set()).add(value)
-    leaves = {}
+            place = pieces.setdefault(key, {}).setdefault((kind, box), {})
+            place.setdefault(value, []).append(rank)
+    leaves: dict[str, str] = {}
+    differing: dict[str, tuple[tuple[int, ...], ...]] = {}
     for key, boxes in pieces.items():
         kinds = sorted({kind for kind, _ in boxes})
+        for values in boxes.values():
+            if len(values) > 1:
+                differing.setdefault(key, tuple(tuple(ranks) for ranks in values.values()))
         torn = sorted(str(value) for values in boxes.values() if len(values) > 1 for value in values)
         total = sum(min(values) for values in boxes.values())
         leaves[key] = _hex([*kinds, *torn, str(total % 2**64 if kinds != ["plain"] else total)])
-    return leaves
+    total_digest = _hex(f"{key}={leaves[key]}" for key in sorted(leaves))
+    return Fingerprint(leaves=leaves, total=total_digest, torn=differing)
 
 
 def _hex(texts: Iterable[str]) -> str:

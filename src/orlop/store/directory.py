@@ -27,6 +27,9 @@ class RangedData(Protocol):
     def read_into(self, offset: int, buffers: list[memoryview]) -> int:
         """Fills the buffers with the bytes from `offset` on; returns how many there were."""
 
+    def expect_all(self) -> None:
+        """Most of it will be read, from its start on: a hint."""
+
     def close(self) -> None:
         """Closes it."""
 

@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -200,6 +200,12 @@ class RangedFile:
             if taken:
                 rest[0] = rest[0][taken:]
         return total
+
+    def expect_all(self) -> None:
+        """Most of it will be read, from its start on: the system reads further ahead, several threads or one."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # only a hint
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def close(self) -> None:
         """Closes it; no thread may be reading."""

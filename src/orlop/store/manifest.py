@@ -6,18 +6,20 @@ Owns the schema and its version. Must not know how a checkpoint is published or 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from orlop.errors import CheckpointCorrupt, CheckpointError
+from orlop.errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
 from orlop.store import files
 from orlop.store.sealed import seal, unseal
 from orlop.version import __version__
 
 MANIFEST_NAME = "orlop.json"
+CATALOG_NAME = "metadata.json"
 SCHEMA_VERSION = 1
 
 
@@ -59,6 +61,8 @@ class Manifest(BaseModel):
         uneven: Parameters with state on some ranks only, or with other scalars on each, by optimizer name and FQN.
         left_out: FQNs of the model's entries that were not saved, on purpose.
         aliases: FQN of a tied entry to the FQN that its bytes were written for.
+        group_firsts: In the flattened layout, which keeps no groups: the first FQN of each param group, in order, by
+            optimizer name.
         parts: The other parts: one content for all ranks, or one per rank.
         files: Every file of the checkpoint but this one, with its size in bytes.
         digests: SHA-256 (hex) of each small file that orlop wrote beside DCP's own: the indexes of the data files, and
@@ -80,6 +84,7 @@ class Manifest(BaseModel):
     uneven: dict[str, dict[str, UnevenState]] = {}
     left_out: list[str] = []
     aliases: dict[str, str] = {}
+    group_firsts: dict[str, list[str]] = {}
     parts: dict[str, Literal["replicated", "per_rank"]] = {}
     files: dict[str, int] = {}
     digests: dict[str, str] = {}
@@ -100,6 +105,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """Reads `directory/orlop.json`; None when there is none (a checkpoint that plain DCP wrote).
 
     Raises:
+        CheckpointIncomplete: There was one, or should have been.
         CheckpointCorrupt: As `parse_manifest`.
         CheckpointError: As `parse_manifest`.
     """
@@ -107,8 +113,35 @@ def read_manifest(directory: Path) -> Manifest | None:
     try:
         data = files.read_file(path)
     except FileNotFoundError:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if promises_manifest(files.read_file(directory / CATALOG_NAME)):
+                raise lost_manifest(str(path)) from None
         return None
     return parse_manifest(data, str(path))
+
+
+def promises_manifest(catalog: bytes) -> bool:
+    """Whether the content of a `metadata.json` says that a manifest was to follow; False where it can't be read."""
+    try:
+        content = json.loads(catalog)
+    except (ValueError, RecursionError):
+        return False  # who reads it says so
+    return isinstance(content, dict) and content.get("manifest") is True
+
+
+def lost_manifest(where: str) -> CheckpointIncomplete:
+    """The error for a checkpoint whose other files promise a manifest.
+
+    Args:
+        where: The manifest's path.
+    """
+    return CheckpointIncomplete(
+        "A checkpoint is not complete.",
+        where=where,
+        found=f"{MANIFEST_NAME} is missing: the save was never finished, or the file was lost since",
+        todo="take another checkpoint; or, to have what is there read as a plain DCP checkpoint, which says nothing of "
+        f"parameters without state, remove its {CATALOG_NAME} and *.index.json",
+    )
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:

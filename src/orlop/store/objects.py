@@ -185,6 +185,9 @@ class _RangedObject:
             rest = rest[len(part) :]
         return len(content)
 
+    def expect_all(self) -> None:
+        """Nothing: each range is a request of its own."""
+
     def close(self) -> None:
         """Nothing: no connection is held."""
 

@@ -152,7 +152,7 @@ def require_free(final: Path) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        occupied = True
+        occupied = final.exists()  # or something above it is a file: to make its directory will say so
     if occupied:
         raise exists_error(final)
 

@@ -75,26 +75,26 @@ def test_a_broken_rule_is_refused_and_the_file_named(rule):
 def test_checksums_that_are_no_base64_are_seen_when_they_are_used():
     index = parse_index(changed(["records", 0, "crc"], "!!!!!!=="), FILE, "x")
     with pytest.raises(CheckpointCorrupt, match="checksums"):
-        from_index(index.records[0], Box((2, 0), (2, 3)), "float32", FILE)
+        from_index(index.records[0], Box((2, 0), (2, 3)), "float32", FILE, f"w in {FILE}")
 
 
 def test_i5_index_and_metadata_must_agree():
     index = parse_index(CONTENT, FILE, "x")
     right = Extent(path=FILE, offset=64, nbytes=400)
-    record = find_record(index, "w", right, ())
-    assert find_record(index, "tied", right, ("w", "tied")) is record
+    record = find_record(index, "w", right, (), "w in x")
+    assert find_record(index, "tied", right, ("w", "tied"), "w in x") is record
     for leaf, extent in (
         ("w", Extent(path=FILE, offset=64, nbytes=401)),
         ("w", Extent(path=FILE, offset=65, nbytes=400)),
         ("other", right),
     ):
         with pytest.raises(CheckpointCorrupt, match="contradict") as caught:
-            find_record(index, leaf, extent, ())
-        assert caught.value.where == f"{leaf} in {FILE}"
-    assert from_index(record, Box((2, 0), (2, 3)), "float32", FILE).at == 128
+            find_record(index, leaf, extent, (), f"{leaf} in x/{FILE}")
+        assert caught.value.where == f"{leaf} in x/{FILE}"
+    assert from_index(record, Box((2, 0), (2, 3)), "float32", FILE, "w in x").at == 128
     for box, dtype in ((Box((0, 0), (2, 3)), "float32"), (Box((2, 0), (2, 3)), "int32")):
         with pytest.raises(CheckpointCorrupt, match="contradict"):
-            from_index(record, box, dtype, FILE)
+            from_index(record, box, dtype, FILE, "w in x")
 
 
 def test_s1_every_flipped_bit_and_cut_is_seen():

@@ -15,6 +15,7 @@ from orlop.dcp import Reader, Writer
 from orlop.dcp.index import parse_index
 from orlop.dcp.metadata import parse_metadata
 from orlop.dcp.standard import from_torch
+from orlop.dcp.writer import share_out
 from orlop.errors import CheckpointExists, CheckpointIncomplete
 from orlop.store.sealed import digest
 from orlop.testing import FaultyFiles
@@ -151,6 +152,21 @@ def test_threads_share_the_bytes_and_small_saves_make_one_file(tmp_path):
     sizes = [file.stat().st_size for file in (tmp_path / "large").glob("*.distcp")]
     assert len(sizes) == 2
     assert max(sizes) < 1.01 * min(sizes)
+
+
+def test_many_small_tensors_make_one_file():
+    # Their records are Python's work: threads would only wait for each other.
+    items = plan_of({f"w{i}": torch.ones(3000) for i in range(2000)})
+    assert sum(item.tensor_data.size.numel() * 4 for item in items) > 16 << 20
+    assert [len(bucket) for bucket in share_out(items, 4)] == [2000]
+    items += plan_of({f"large{i}": torch.ones(2 << 20) for i in range(4)})
+    assert [len(bucket) for bucket in share_out(items, 2)] == [1002, 1002]
+
+
+def plan_of(state):
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    return planner.create_local_plan().items
 
 
 def test_everything_is_fsynced_and_the_metadata_comes_last(tmp_path, state):
