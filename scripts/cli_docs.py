@@ -28,9 +28,13 @@ up the shell.
 | exit code | means |
 | --- | --- |
 | 0 | fine |
-| 1 | findings: damaged, different, not identical |
+| 1 | findings: damaged, different, not identical; nothing that matches |
 | 2 | wrong usage |
 | 3 | can't read (or write) what was asked for, or a drill could not be carried out |
+
+An error is one message on stderr: what and where in its first line, then what was found and what to do; with
+`--json` as well, and stdout is empty then. Where a checkpoint is meant and a run's directory is given, `inspect` takes
+the newest one and says so, `verify` takes all, and the others say which steps there are.
 
 This page is made of the commands' own help by `scripts/cli_docs.py`.
 """

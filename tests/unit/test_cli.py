@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tests.unit.tools.samples import VERSIONS, data_file, flip, golden, save_run
 
-import orlop.cli
 from orlop.version import __version__
 
 RUN_MAIN = "import sys; from orlop.cli import main\ntry:\n    main()\nfinally:\n    "
@@ -30,20 +29,6 @@ def apart(*arguments):
         timeout=60,
         env={**os.environ, "NO_COLOR": "1"},
     )
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """The command in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["orlop", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            orlop.cli.main()
-        captured = capsys.readouterr()
-        return ended.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
@@ -118,15 +103,10 @@ def test_ls_verify_finds_damage(call, run):
     assert "damaged: " in out
 
 
-def test_ls_of_an_empty_run(call, tmp_path):
-    assert call("ls", tmp_path) == (0, f"no checkpoints in {tmp_path}\n", "")
-    assert call("ls", tmp_path, "--json")[1] == "[]\n"
-
-
 def test_inspect(call, checkpoint):
     code, out, err = call("inspect", checkpoint)
     assert (code, err) == (0, "")
-    assert "no state yet for 1 parameters: unused" in out
+    assert "no state yet for 1 parameter: unused" in out
     assert "optimizer.state.*.exp_avg " in out
     assert "lr = 0.01" in call("inspect", checkpoint, "--groups")[1]
     assert ".metadata" in call("inspect", checkpoint, "--files")[1]
@@ -229,6 +209,26 @@ def test_drill(call, tmp_path, fault, code):
     assert out.splitlines()[-1] == "identical" or code
 
 
+def test_drill_json(call, tmp_path):
+    command = [sys.executable, STAND_IN, "{run}", 12, 3, "forgets"]
+    code, out, _ = call(
+        "drill", "--kills", 1, "--seed", 3, "--json", "--out", tmp_path / "out", "--", *command
+    )
+    result = json.loads(out)
+    assert (code, result["is_identical"], result["seed"], len(result["kills"])) == (1, False, 3, 1)
+    assert "position" in result["hint"]
+    (loss,) = [row for row in result["comparisons"] if row["what"] == "loss"]
+    assert loss["step"] == result["kills"][0]["published"] + 1
+    assert result["runs"] == [str(tmp_path / "out" / name) for name in ("uninterrupted", "killed")]
+
+
+def test_drill_of_a_run_that_saves_elsewhere_is_3(call, tmp_path):
+    command = [sys.executable, STAND_IN, "{run}", 12, 3, "saves elsewhere"]
+    code, out, err = call("drill", "--json", "--out", tmp_path / "out", "--", *command)
+    assert (code, out) == (3, "")
+    assert "saves its checkpoints outside of {run}" in err
+
+
 def test_drill_that_can_not_run_is_3(call, tmp_path):
     code, out, err = call("drill", "--out", tmp_path / "out", "--", "false", "{run}")
     assert (code, out) == (3, "")
@@ -257,3 +257,33 @@ def _seconds(*arguments):
     assert apart(*arguments).returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_options(shell):
+    words = {"bash": {"COMP_WORDS": "orlop in", "COMP_CWORD": "1"}}.get(
+        shell, {"_TYPER_COMPLETE_ARGS": "orlop in"}
+    )
+    code = "import sys; sys.argv[0] = 'orlop'; from orlop.cli import app; app(prog_name='orlop')"
+    environment = {
+        **os.environ,
+        **words,
+        "_ORLOP_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert "inspect" in done.stdout
+    assert "verify" not in done.stdout
+
+
+def test_help_fits_80_columns(call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call("--help")
+    assert not any(line.endswith("...") for line in out.partition("Commands:")[2].splitlines())
+    for command in COMMANDS:
+        _, out, _ = call(command, "--help")
+        examples = out.partition("Examples:")[2].partition("\n\n")[0]
+        # Only an example may be longer: it is copied, and does not wrap.
+        assert all(len(line) <= 80 for line in out.splitlines() if line not in examples), command

@@ -7,6 +7,7 @@ Owns what is printed and the exit code. The commands' modules import what they c
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -16,7 +17,7 @@ from orlop.cli.comparing import diff
 from orlop.cli.drilling import CONTEXT, drill
 from orlop.cli.inspecting import inspect
 from orlop.cli.looking import ls, verify
-from orlop.cli.render import CAN_NOT_READ
+from orlop.cli.render import CAN_NOT_READ, print_error
 from orlop.errors import OrlopError
 from orlop.version import __version__
 
@@ -29,9 +30,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for command in (ls, inspect, verify, diff, convert, prune):
-    app.command()(command)
-app.command(context_settings=CONTEXT)(drill)
+# What `orlop --help` says of each in one line of 80 columns.
+_COMMANDS: dict[Callable[..., None], str] = {
+    ls: "List a run's checkpoints, and which one a resume takes.",
+    inspect: "Show what a checkpoint holds, without loading it.",
+    verify: "Check files, checksums, coverage and names.",
+    diff: "Compare two checkpoints: leaves, values, settings.",
+    convert: "To safetensors, to a torch.load file, to new DCP.",
+    prune: "Remove old checkpoints of a run.",
+}
+for command, line in _COMMANDS.items():
+    app.command(short_help=line)(command)
+app.command(short_help="Kill a training run, resume it, compare it bit for bit.", context_settings=CONTEXT)(
+    drill
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,7 +60,13 @@ def _root(
 ) -> None:
     """Looks after the checkpoints of a training run: orlop's own, and any torch.distributed.checkpoint.
 
-    Nothing in a checkpoint is ever executed.
+    Nothing in a checkpoint is ever executed. With --json, errors are still text, on stderr.
+
+    \b
+    Examples:
+      orlop ls runs/7b
+      orlop verify runs/7b
+      orlop drill -- python train.py --run {run}
 
     \b
     Exit codes, of every command:
@@ -63,11 +81,8 @@ def main() -> None:
     """The console entry: an expected error is one message on stderr and exit code 3, never a traceback."""
     try:
         app()
-    except OrlopError as error:
-        typer.secho(f"{type(error).__name__}: {error}", err=True, fg="red")
-        sys.exit(CAN_NOT_READ)
-    except OSError as error:
-        typer.secho(f"{type(error).__name__}: {error}", err=True, fg="red")
+    except (OrlopError, OSError) as error:
+        print_error(error)
         sys.exit(CAN_NOT_READ)
 
 

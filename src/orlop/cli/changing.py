@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from orlop.cli.render import AsJson, print_json, progress, size_text
+from orlop.cli.render import AsJson, counted, print_json, progress, size_text
 
 
 class To(str, Enum):
@@ -73,10 +73,8 @@ def convert(
     if as_json:
         print_json(asdict(result))
         return
-    typer.secho(
-        f"{result.path}: {result.num_leaves} leaves in {len(result.files)} files, {size_text(result.nbytes)}",
-        fg="green",
-    )
+    written = f"{counted(len(result.files), 'file')}, {size_text(result.nbytes)}"
+    typer.secho(f"{result.path}: {result.num_leaves:,} leaves in {written}", fg="green")
     if result.left_out:
         typer.echo(
             f"  left out, as the format can't hold plain data or holds tied ones once: {len(result.left_out)}"
@@ -91,9 +89,7 @@ def _index(checkpoint: str, as_json: bool) -> None:
     if as_json:
         print_json({"path": checkpoint, "added": added})
     else:
-        typer.echo(
-            f"{checkpoint}: {len(added)} indexes added" if added else f"{checkpoint}: all files have indexes"
-        )
+        typer.echo(f"{checkpoint}: " + (f"{len(added)} indexes added" if added else "all files have indexes"))
 
 
 def prune(

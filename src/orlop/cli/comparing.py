@@ -78,10 +78,15 @@ def _print(result: DiffResult) -> None:
             f"{each.max_abs:.3g}",
             f"{each.max_rel:.3g}",
             "-" if each.max_ulp is None else f"{each.max_ulp:,}",
-            f"{list(each.first_index)}: {each.first_values[0]!r} and {each.first_values[1]!r}",
+            f"{list(each.first_index)}: {_number(each.first_values[0])} and {_number(each.first_values[1])}",
         )
         for each in ordered[:_SHOWN]
     ]
     print_table(("leaf", "differ", "max abs", "max rel", "max ulp", "first"), table, right=(2, 3, 4))
     if len(ordered) > _SHOWN:
         typer.echo(f"and {len(ordered) - _SHOWN} more; --json has all of them")
+
+
+def _number(value: object) -> str:
+    """As many digits as tell two float32 apart; --json has all of them."""
+    return f"{value:.9g}" if isinstance(value, float) else repr(value)

@@ -27,7 +27,9 @@ def drill(
     during_save: Annotated[
         bool, typer.Option("--during-save", help="Every other kill hits a checkpoint while it is written.")
     ] = False,
-    ranks: Annotated[str, typer.Option(help="Kill only these ranks (0,3); all processes by default.")] = "",
+    ranks: Annotated[
+        str, typer.Option(help="Kill only these ranks (0,3); by default all processes, the launcher too.")
+    ] = "",
     seed: Annotated[int, typer.Option(help="Decides when kills strike; the same seed replays a drill.")] = 0,
     out: Annotated[Path, typer.Option(help="Where both runs are kept.")] = Path(".drill"),
     as_json: AsJson = False,
@@ -36,7 +38,11 @@ def drill(
 
     The command is run twice in fresh directories; whenever it is killed, it is started again as it stands and
     has to resume by itself. Then the step records are compared bit for bit, and the final state leaf by leaf.
-    Scripts that use orlop.Trainer work as they are; others call orlop.record(step, engine, run=...).
+    Scripts that use orlop.Trainer work as they are; others call orlop.record(step, engine).
+
+    Refused: a command without {run}; one that leaves no records, or nothing else, in {run} after the first run; one
+    whose second run goes on from where the first ended. Both runs, the launcher and all ranks are on this machine.
+    By --ranks only these ranks are killed (by their RANK): the others have to end by themselves within a minute.
 
     \b
     Examples:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orlop.cli.render import AsJson, print_json, print_table, size_text
+from orlop.cli.render import FINDINGS, AsJson, counted, print_json, print_table, size_text
 
 if TYPE_CHECKING:
     from orlop.tools.opened import Opened
     from orlop.tools.overview import LeafRow
-    from orlop.tools.param_groups import Group
 
 _SHOWN = 5
 
 
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint's directory.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint's directory; of a run's, the checkpoint that a resume takes.")
+    ],
     pattern: Annotated[str, typer.Argument(help="Only leaves that match: a glob, or a part of a name.")] = "",
     tensors: Annotated[
         bool, typer.Option("--tensors", help="Every leaf: dtype, shape, chunks, size.")
@@ -30,7 +32,8 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, without loading it.
 
-    Without options: who wrote it, totals by part, absent state. With a PATTERN: the leaves that match.
+    Without options: who wrote it, totals by part, absent state. With a PATTERN: the leaves that match; exit code 1
+    when none does.
 
     \b
     Examples:
@@ -38,28 +41,36 @@ def inspect(
       orlop inspect runs/7b/step-00001000 'model.layers.0.*'
       orlop inspect runs/7b/step-00001000 --groups
     """
-    from orlop.tools import overview, param_groups
+    from orlop.tools import overview
     from orlop.tools.opened import Opened
 
-    opened = Opened(checkpoint)
+    opened = Opened(_chosen(checkpoint))
     rows = overview.leaves(opened.catalog, pattern or None)
     if as_json:
         print_json(_inspected(opened, rows))
-        return
-    if groups:
-        _print_groups(param_groups.groups(opened))
-    if files:
-        table = [
-            (row.name, size_text(row.nbytes), row.num_records, "yes" if row.is_indexed else "")
-            for row in overview.files(opened)
-        ]
-        print_table(("file", "size", "records", "indexed"), table, right=(1, 2))
-    if tree:
-        _print_tree(rows)
-    if tensors or (pattern and not (groups or files or tree)):
-        _print_leaves(rows)
-    if not (groups or files or tree or tensors or pattern):
-        _print_summary(opened, rows)
+    elif rows:
+        shown = [name for name, wanted in zip(_VIEWS, (groups, files, tree, tensors)) if wanted]
+        for name in shown or (["tensors"] if pattern else ["summary"]):
+            _VIEWS[name](opened, rows)
+    if pattern and not rows:
+        typer.secho(f"no leaf matches {pattern!r}", err=True, fg="red")
+        raise typer.Exit(FINDINGS)
+
+
+def _chosen(path: str) -> str:
+    """The checkpoint itself; of a run the newest complete one, and says so."""
+    from orlop.tools.opened import find_checkpoints, is_checkpoint
+
+    if is_checkpoint(path):
+        return path
+    found = find_checkpoints(path)
+    newest = next((each for each in reversed(found) if each.fault is None), None)
+    if newest is None:
+        return path  # opening it will say what there is
+    typer.echo(
+        f"{path} is a run with {counted(len(found), 'checkpoint')}; this is its newest complete one", err=True
+    )
+    return str(newest.path)
 
 
 def _inspected(opened: Opened, rows: list[LeafRow]) -> dict[str, Any]:
@@ -93,21 +104,22 @@ def _print_summary(opened: Opened, rows: list[LeafRow]) -> None:
         step = "-" if manifest.step is None else manifest.step
         typer.echo(
             f"  step {step}, written {manifest.created:%Y-%m-%d %H:%M:%S} UTC by orlop {manifest.orlop_version} and "
-            f"torch {manifest.torch_version} on {manifest.world_size} ranks"
+            f"torch {manifest.torch_version} on {counted(manifest.world_size, 'rank')}"
         )
         for name, class_name in manifest.optimizer_classes.items():
             typer.echo(f"  {name}: {class_name}")
-    for name, params in param_groups.absent(opened).items():
-        shown = ", ".join(params[:_SHOWN]) + (", ..." if len(params) > _SHOWN else "")
-        typer.echo(f"  {name}: no state yet for {len(params)} parameters: {shown}")
     table = [
         (part.part, part.num_leaves, f"{part.num_elements:,}", size_text(part.nbytes))
         for part in overview.parts(rows, optimizer_names(opened.catalog.leaves))
     ]
     print_table(("part", "leaves", "elements", "size"), table, right=(1, 2, 3))
+    # Last: where there is no manifest it reads param groups, and a data file may be gone.
+    for name, params in param_groups.absent(opened).items():
+        shown = ", ".join(params[:_SHOWN]) + (", ..." if len(params) > _SHOWN else "")
+        typer.echo(f"{name}: no state yet for {counted(len(params), 'parameter')}: {shown}")
 
 
-def _print_leaves(rows: list[LeafRow]) -> None:
+def _print_leaves(opened: Opened, rows: list[LeafRow]) -> None:
     table = [
         (
             row.leaf,
@@ -125,7 +137,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _print_tree(rows: list[LeafRow]) -> None:
+def _print_tree(opened: Opened, rows: list[LeafRow]) -> None:
     """Inner names with the totals below them; a chain of single names stands on one line."""
     tree: dict[str, Any] = {}
     for row in rows:
@@ -155,10 +167,32 @@ def _total(node: Any) -> int:
     return sum(map(_total, node.values())) if isinstance(node, dict) else int(node.nbytes)
 
 
-def _print_groups(groups: list[Group]) -> None:
-    for group in groups:
-        typer.secho(f"{group.optimizer}, group {group.index}: {len(group.params)} parameters", bold=True)
+def _print_groups(opened: Opened, rows: list[LeafRow]) -> None:
+    from orlop.tools import param_groups
+
+    for group in param_groups.groups(opened):
+        count = counted(len(group.params), "parameter")
+        typer.secho(f"{group.optimizer}, group {group.index}: {count}", bold=True)
         for key, value in sorted(group.options.items()):
             typer.echo(f"  {key} = {value}")
         for param in group.params:
             typer.echo(f"    {param}")
+
+
+def _print_files(opened: Opened, rows: list[LeafRow]) -> None:
+    from orlop.tools import overview
+
+    table = [
+        (row.name, size_text(row.nbytes), row.num_records, "yes" if row.is_indexed else "")
+        for row in overview.files(opened)
+    ]
+    print_table(("file", "size", "records", "indexed"), table, right=(1, 2))
+
+
+_VIEWS: dict[str, Callable[[Opened, list[LeafRow]], None]] = {
+    "groups": _print_groups,
+    "files": _print_files,
+    "tree": _print_tree,
+    "tensors": _print_leaves,
+    "summary": _print_summary,
+}

@@ -10,6 +10,7 @@ import typer
 from orlop.cli.render import (
     FINDINGS,
     AsJson,
+    counted,
     print_findings,
     print_json,
     print_table,
@@ -18,6 +19,8 @@ from orlop.cli.render import (
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from orlop.tools.check import CheckResult
 
 
@@ -27,6 +30,8 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints of a run, and which one a resume would take (>).
+
+    Exit code 1 when --verify finds one that is damaged or incomplete; 3 when there is none at all.
 
     \b
     Examples:
@@ -40,7 +45,7 @@ def ls(
     rows = list_run(run, verify=verify)
     if as_json:
         print_json([{**asdict(row), "path": str(row.path)} for row in rows])
-    elif rows:
+    else:
         print_table(
             ("", "step", "created (UTC)", "size", "ranks", "torch", "state"),
             [
@@ -57,9 +62,7 @@ def ls(
             ],
             right=(1, 3, 4),
         )
-    else:
-        typer.echo(f"no checkpoints in {run}")
-    if verify and any(row.state == "damaged" for row in rows):
+    if verify and any(row.state in ("damaged", "incomplete") for row in rows):
         raise typer.Exit(FINDINGS)
 
 
@@ -70,7 +73,11 @@ def verify(
         typer.Option("--deep", help="Also load every leaf, and compare the saved fingerprint (needs torch)."),
     ] = False,
     against: Annotated[
-        str, typer.Option(metavar="MODULE:FUNCTION", help="Also compare with the model that this makes.")
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Also compare names, shapes and dtypes with the model that this makes (or FILE.py:FUNCTION).",
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -85,10 +92,13 @@ def verify(
       orlop verify runs/7b/step-00001000 --deep
       orlop verify torchtitan/checkpoint/step-500 --against my_models:build
     """
-    from orlop.tools.opened import find_checkpoints
+    from orlop.tools.opened import find_checkpoints, is_checkpoint
 
-    found = find_checkpoints(path)
-    results = [_checked(str(each.path), deep, against) for each in found] or [_checked(path, deep, against)]
+    if against and not all(against.partition(":")):
+        raise typer.BadParameter(f"--against takes module:function, such as my_models:build; not {against!r}")
+    paths = [path] if is_checkpoint(path) else [str(found.path) for found in find_checkpoints(path)]
+    model = _built(against) if against else None
+    results = [_checked(each, deep, model) for each in paths]
     if as_json:
         print_json([_result_as_plain(result) for result in results])
     else:
@@ -98,15 +108,21 @@ def verify(
         raise typer.Exit(FINDINGS)
 
 
-def _checked(path: str, deep: bool, against: str) -> CheckResult:
+def _built(against: str) -> nn.Module:
+    from orlop.tools.against import build_model
+
+    return build_model(against)
+
+
+def _checked(path: str, deep: bool, model: nn.Module | None) -> CheckResult:
     from orlop.tools.check import check_checkpoint
 
     with progress(f"verify {path}") as show:
         result = check_checkpoint(path, on_bytes=show)
-    if against:
+    if model is not None and result.num_leaves:  # without metadata there is nothing to compare
         from orlop.tools.against import check_against
 
-        result.findings += check_against(path, against)
+        result.findings += check_against(path, model)
     if deep and result.is_sound:
         from orlop.tools.deep import check_deep
 
@@ -127,12 +143,13 @@ def _result_as_plain(result: CheckResult) -> dict[str, Any]:
 
 def _print_result(result: CheckResult) -> None:
     faults = sum(finding.is_fault for finding in result.findings)
-    verdict = f"{faults} findings" if faults else "sound"
+    verdict = counted(faults, "finding") if faults else "sound"
     typer.secho(f"{result.path}: {verdict}", fg="red" if faults else "green", bold=True)
     speed = result.bytes_read / max(result.seconds, 1e-9) / 1e9
     covered = 100 * result.bytes_checked / result.bytes_read if result.bytes_read else 100.0
+    records, read = counted(result.num_records, "record"), size_text(result.bytes_read)
     typer.echo(
-        f"  {result.num_leaves} leaves in {result.num_records} records; {size_text(result.bytes_read)} read, "
+        f"  {result.num_leaves:,} leaves in {records}; {read} read, "
         f"{covered:.4g} % of it against checksums; {result.seconds:.2f} s, {speed:.2f} GB/s"
     )
     print_findings(result.findings)

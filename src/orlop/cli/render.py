@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orlop.errors import OrlopError
+
 if TYPE_CHECKING:
     from orlop.tools.findings import Finding
 
@@ -20,6 +22,8 @@ __all__ = [
     "CAN_NOT_READ",
     "FINDINGS",
     "AsJson",
+    "counted",
+    "print_error",
     "print_findings",
     "print_json",
     "print_table",
@@ -64,6 +68,22 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[object]], right: 
         ]
         line = "  ".join(texts).rstrip()
         typer.secho(line, bold=True) if number == 0 else typer.echo(line)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and what it counts, in the plural where there is not one."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def print_error(error: OrlopError | OSError) -> None:
+    """Prints an error on stderr: what and where in one line, and a line for whatever else it says."""
+    if isinstance(error, OrlopError):
+        first = error.what.rstrip(".") + (f": {error.where}" if error.where else "")
+        labelled = (("expected", error.expected), ("found", error.found), ("what to do", error.todo))
+        text = "\n  ".join([first, *(f"{label}: {said}" for label, said in labelled if said)])
+    else:
+        text = str(error)
+    typer.secho(f"{type(error).__name__}: {text}", err=True, fg="red")
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

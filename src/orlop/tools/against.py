@@ -9,60 +9,85 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from orlop.dcp.catalog import TensorEntry
 from orlop.dcp.standard import dtype_name
-from orlop.errors import CheckpointNotFound
+from orlop.errors import OrlopError
 from orlop.tools.findings import Finding
+from orlop.tools.leaf_names import group_option, optimizer_names, split_state
 from orlop.tools.opened import Opened
 
-__all__ = ["check_against"]
+__all__ = ["build_model", "check_against"]
 
 _SHOWN = 3
 
 
-def check_against(path: str | os.PathLike[str], spec: str) -> list[Finding]:
+def build_model(spec: str) -> nn.Module:
+    """The model that a function makes, on the meta device.
+
+    Args:
+        spec: `module:function` or `file.py:function`, found from the current directory; the function (or class) takes
+            nothing and returns the model.
+
+    Raises:
+        OrlopError: There is no such function, or it fails, or makes no model.
+    """
+    name, _, function = spec.partition(":")
+    folder, stem = (Path(name).parent, Path(name).stem) if name.endswith(".py") else (Path(), name)
+    sys.path.insert(0, str(Path.cwd() / folder))
+    try:
+        build = getattr(importlib.import_module(stem), function)
+    except (ImportError, AttributeError) as error:
+        raise OrlopError("there is no such function", where=spec, found=str(error)) from error
+    except (Exception, SystemExit) as error:
+        todo = "it is imported: what it does when it is run as a script belongs below `if __name__ == ...`"
+        raise OrlopError("the module can't be imported", where=spec, found=_said(error), todo=todo) from error
+    finally:
+        sys.path.pop(0)
+    try:
+        with torch.device("meta"):
+            model = build()
+    except (Exception, SystemExit) as error:
+        todo = "it is called without arguments, on the meta device, where tensors have no values"
+        raise OrlopError("the function fails", where=spec, found=_said(error), todo=todo) from error
+    if not isinstance(model, nn.Module):
+        raise OrlopError("it makes no torch.nn.Module", where=spec, found=type(model).__name__)
+    return model
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def check_against(path: str | os.PathLike[str], model: nn.Module) -> list[Finding]:
     """Compare names, shapes and dtypes.
 
     Args:
         path: The checkpoint.
-        spec: `module:function`, found from the current directory; the function takes nothing and returns the model.
+        model: Whose entries it should hold.
 
     Raises:
-        CheckpointNotFound: There is no such function.
         CheckpointError: The checkpoint can't be read.
     """
-    wanted = {name: value for name, value in _model(spec).state_dict().items() if isinstance(value, Tensor)}
+    wanted = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     leaves = Opened(path).catalog.leaves
     stored = {
         leaf.removeprefix("model."): entry for leaf, entry in leaves.items() if leaf.startswith("model.")
     }
-    if not stored:  # weights that were saved without any nesting
-        stored = {leaf: entry for leaf, entry in leaves.items() if ".state." not in leaf}
+    if not stored:  # weights that were saved without any nesting, beside an optimizer perhaps
+        optimizers = optimizer_names(leaves)
+        stored = {
+            leaf: entry
+            for leaf, entry in leaves.items()
+            if leaf in wanted
+            or (entry is not None and split_state(leaf, optimizers) is None and group_option(leaf) is None)
+        }
     return list(_compare(wanted, stored))
-
-
-def _model(spec: str) -> nn.Module:
-    module_name, _, function = spec.partition(":")
-    if not function:
-        raise CheckpointNotFound(
-            "a model is given as module:function", where=spec, todo="e.g. my_models:build"
-        )
-    sys.path.insert(0, os.getcwd())
-    try:
-        build = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
-        raise CheckpointNotFound("there is no such function", where=spec, found=str(error)) from error
-    finally:
-        sys.path.pop(0)
-    with torch.device("meta"):
-        model = build()
-    if not isinstance(model, nn.Module):
-        raise CheckpointNotFound("it makes no torch.nn.Module", where=spec, found=type(model).__name__)
-    return model
 
 
 def _compare(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorEntry | None]) -> Iterator[Finding]:
@@ -92,7 +117,7 @@ def _compare(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorEntry | No
             yield Finding(
                 kind="dtype", where=leaf, what="its dtype differs", expected=expected, found=entry.dtype
             )
-    for name in stored.keys() - wanted.keys():
+    for name in sorted(stored.keys() - wanted.keys()):
         yield Finding(
             kind="unexpected", where=f"model.{name}", what="the checkpoint has it, the model has not"
         )

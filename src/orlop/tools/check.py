@@ -113,6 +113,8 @@ def check_checkpoint(
     opened = Opened(path)
     result = CheckResult(path=opened.location)
     manifest = _attempt(lambda: opened.manifest, MANIFEST_NAME, result.findings)
+    if result.findings:
+        opened.contents.ignore_manifest()
     if manifest is not None:
         result.findings += _check_files(opened, manifest)
     catalog = _attempt(lambda: opened.catalog, METADATA_NAME, result.findings)

@@ -18,14 +18,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from orlop import compat
 from orlop.dcp.catalog import TensorEntry
 from orlop.dcp.memory import memory_of
-from orlop.errors import CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound
+from orlop.errors import CheckpointExists, CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound
 from orlop.store import files, publish
 from orlop.store.objects import Url, locate
 from orlop.tools import overview, rewrite
 from orlop.tools.leaf_names import optimizer_names, split_state
+from orlop.tools.nesting import nested
 from orlop.tools.opened import Opened
 from orlop.tools.safetensors import DTYPES, Planned, plan_files, render_header, render_index
 from orlop.tools.stored_values import StoredValues, regions
@@ -131,7 +131,11 @@ def convert(
             "nothing of that is in the checkpoint", where=str(checkpoint), found=str(chosen)
         )
     _require_whole(source)
-    publish.require_free(target)
+    if target.exists():
+        todo = "give another name, or remove it first"
+        raise CheckpointExists(
+            "something stands there, and nothing is written over", where=str(out), todo=todo
+        )
     if to == "safetensors":
         return _to_safetensors(source, target, shard_bytes)
     if to == "torch":
@@ -264,13 +268,9 @@ def _to_torch(source: _Source, target: Path) -> Converted:
         leaves[leaf] = StreamedTensor(
             dtype=source.dtypes[leaf], sizes=entry.sizes, parts=partial(source.parts, leaf)
         )
-    paths = source.catalog.paths
-    nested = leaves
-    if paths is not None and all(leaf in paths for leaf in leaves):
-        nested = compat.unflatten_state_dict(leaves, {leaf: paths[leaf] for leaf in leaves})
     with _partial(target) as room:
         with files.new_file(room / target.name) as file:
-            write_torch_file(file, nested)
+            write_torch_file(file, nested(leaves, source.catalog.paths))
             file.fsync()
         publish.require_free(target)
         files.rename(room / target.name, target)

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from orlop.dcp.catalog import TensorEntry
-from orlop.tools import overview, param_groups
+from orlop.tools import overview
 from orlop.tools.differences import Difference, ValueComparison, first_difference
 from orlop.tools.findings import Finding
+from orlop.tools.hyperparameters import by_parameter, compare_hyperparameters, hyperparameter_leaves
 from orlop.tools.opened import Opened
 from orlop.tools.stored_values import StoredValues, regions
 
 __all__ = ["DiffResult", "diff", "diff_checkpoints"]
 
-# Of the live run, not of its state: two runs of one training may well differ in them.
-_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PER_RANK = re.compile(r"(.+)\.rank_\d+")
-_SHOWN = 3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,8 +78,11 @@ def diff_checkpoints(
     """
     sides = (StoredValues(Opened(a)), StoredValues(Opened(b)))
     result = DiffResult()
-    result.findings += _compare_groups(sides, exact)
-    names = [_leaves(side) for side in sides]
+    groups = [by_parameter(side) for side in sides]
+    result.findings += compare_hyperparameters(groups[0], groups[1], exact)
+    names = [
+        side.catalog.leaves.keys() - hyperparameter_leaves(side, found) for side, found in zip(sides, groups)
+    ]
     result.findings += _one_sided(names, sides)
     common = sorted(names[0] & names[1])
     rows = {row.leaf: row.nbytes for row in overview.leaves(sides[0].catalog)}
@@ -96,10 +95,6 @@ def diff_checkpoints(
         if on_leaf is not None:
             on_leaf(done, total)
     return result
-
-
-def _leaves(side: StoredValues) -> set[str]:
-    return {leaf for leaf in side.catalog.leaves if ".param_groups." not in leaf}
 
 
 def _one_sided(names: list[set[str]], sides: tuple[StoredValues, StoredValues]) -> Iterator[Finding]:
@@ -127,7 +122,7 @@ def _compare_leaf(
 ) -> Iterator[Finding]:
     one, two = (side.catalog.leaves[leaf] for side in sides)
     if one is None and two is None:
-        difference = first_difference(*(side.value(leaf) for side in sides))
+        difference = first_difference(*(side.plain(leaf) for side in sides))
         if difference is None:
             result.num_identical += 1
         else:
@@ -167,55 +162,3 @@ def _compare_values(
         expected=f"{difference.first_values[0]!r} at {difference.first_index}",
         found=repr(difference.first_values[1]),
     )
-
-
-# -- param groups ------------------------------------------------------------------------------------------------------
-
-
-def _compare_groups(sides: tuple[StoredValues, StoredValues], exact: bool) -> Iterator[Finding]:
-    """Each parameter's hyperparameters; one finding for all parameters that differ alike."""
-    one, two = (_by_parameter(side.opened) for side in sides)
-    alike: defaultdict[tuple[str, str, str, str], list[str]] = defaultdict(list)
-    for (optimizer, param), options in one.items():
-        others = two.get((optimizer, param))
-        for key in sorted({*options, *(others or ())}):
-            if others is None or (key in _FLAGS and not exact):
-                continue
-            mine, other = _text(options, key), _text(others, key)
-            if mine != other:
-                alike[optimizer, key, mine, other].append(param)
-    for (optimizer, key, mine, other), params in alike.items():
-        shown = ", ".join(params[:_SHOWN]) + (", ..." if len(params) > _SHOWN else "")
-        what = f"a hyperparameter differs for {len(params)} parameters ({shown})"
-        yield Finding(
-            kind="hyperparameter",
-            where=f"{optimizer}.param_groups: {key}",
-            what=what,
-            expected=mine,
-            found=other,
-        )
-    for number, (mine_only, other_side) in enumerate(((one, two), (two, one))):
-        missing = sorted(f"{optimizer}: {param}" for optimizer, param in mine_only.keys() - other_side.keys())
-        if missing and other_side:
-            what = f"in the param groups of one side only: {', '.join(missing[:_SHOWN])}"
-            yield Finding(
-                kind="missing" if number == 0 else "unexpected",
-                where="param_groups",
-                what=what,
-                found=f"{len(missing)} parameters",
-            )
-
-
-def _text(options: dict[str, Any], key: str) -> str:
-    if key not in options:
-        return "nothing"
-    value = options[key]
-    return repr(list(value) if isinstance(value, tuple) else value)
-
-
-def _by_parameter(opened: Opened) -> dict[tuple[str, str], dict[str, Any]]:
-    return {
-        (group.optimizer, param): group.options
-        for group in param_groups.groups(opened)
-        for param in group.params
-    }

@@ -17,6 +17,7 @@ from orlop.dcp.boxes import Box
 
 __all__ = ["Difference", "ValueComparison", "first_difference"]
 
+_LONG = 80
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -159,21 +160,24 @@ def first_difference(one: Any, two: Any, at: str = "") -> tuple[str, str, str] |
     if type(one) is not type(two):
         return at, f"{type(one).__name__} {one!r}"[:200], f"{type(two).__name__} {two!r}"[:200]
     if isinstance(one, Tensor):
-        same = one.shape == two.shape and one.dtype == two.dtype and torch.equal(_bits(one), _bits(two))
-        return None if same else (at, _brief(one), _brief(two))
+        return _first_of_tensors(one, two, at)
     if isinstance(one, Mapping):
-        if set(one) != set(two):
+        if _typed(one) != _typed(two):
             return at, f"keys {sorted(map(repr, one))}"[:200], f"keys {sorted(map(repr, two))}"[:200]
         pairs = [(key, one[key], two[key]) for key in one]
     elif isinstance(one, (list, tuple)):
         if len(one) != len(two):
             return at, f"{len(one)} items", f"{len(two)} items"
         pairs = [(number, *pair) for number, pair in enumerate(zip(one, two))]
+    elif _same(one, two):
+        return None
+    elif isinstance(one, (str, bytes)) and max(len(one), len(two)) > _LONG:
+        shorter = min(len(one), len(two))
+        index = next((place for place in range(shorter) if one[place] != two[place]), shorter)
+        shown = slice(index, index + _LONG // 4)
+        return f"{at}[{index}:]", repr(one[shown]), repr(two[shown])
     else:
-        same = (
-            struct.pack("<d", one) == struct.pack("<d", two) if isinstance(one, float) else bool(one == two)
-        )
-        return None if same else (at, repr(one)[:200], repr(two)[:200])
+        return at, repr(one)[:200], repr(two)[:200]
     for key, mine, other in pairs:
         found = first_difference(mine, other, f"{at}[{key!r}]")
         if found is not None:
@@ -181,5 +185,25 @@ def first_difference(one: Any, two: Any, at: str = "") -> tuple[str, str, str] |
     return None
 
 
-def _brief(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.reshape(-1)[:4].tolist()}"
+def _typed(mapping: Mapping[Any, Any]) -> set[tuple[type, Any]]:
+    """Its keys with their types: 1, 1.0 and True are one key to Python, and are not the same."""
+    return {(type(key), key) for key in mapping}
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, float):
+        return struct.pack("<d", one) == struct.pack("<d", two)
+    if isinstance(one, complex):
+        return _same(one.real, two.real) and _same(one.imag, two.imag)
+    return bool(one == two)
+
+
+def _first_of_tensors(one: Tensor, two: Tensor, at: str) -> tuple[str, str, str] | None:
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return at, f"{one.dtype} {tuple(one.shape)}", f"{two.dtype} {tuple(two.shape)}"
+    differ = (_bits(one) != _bits(two)).reshape(*one.shape, -1).any(dim=-1)
+    places = differ.nonzero()
+    if not len(places):
+        return None
+    index = tuple(places[0].tolist())
+    return f"{at}{list(index)}" if index else at, repr(one[index].item()), repr(two[index].item())

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from orlop.arguments import require_engine
 from orlop.errors import CheckpointError
 from orlop.ranks import Ranks
 from orlop.state import fingerprint as of_engine
@@ -72,6 +73,7 @@ def fingerprint(source: Live | str | os.PathLike[str]) -> Fingerprint:
     """
     if isinstance(source, (str, os.PathLike)):
         return stored_fingerprint(source)
+    require_engine(source)
     return of_engine.fingerprint(source)
 
 

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from orlop.dcp.catalog import Catalog, Extent
-from orlop.dcp.contents import METADATA_NAME, Contents
-from orlop.errors import CheckpointIncomplete, CheckpointNotFound
+from orlop.dcp.contents import Contents
+from orlop.dcp.places import checkpoints_at, holds_checkpoint, no_checkpoint, no_run, reached
+from orlop.errors import CheckpointIncomplete
 from orlop.store import files
 from orlop.store.directory import RangedData
 from orlop.store.listing import Checkpoint
-from orlop.store.manifest import MANIFEST_NAME, Manifest
+from orlop.store.manifest import Manifest
 from orlop.store.objects import RemoteDirectory, Url, directory_at, locate
-from orlop.store.roots import root_at
 
 __all__ = ["Opened", "OpenFile", "find_checkpoints", "is_checkpoint"]
 
@@ -30,15 +30,17 @@ class Opened:
         path: Where it is.
 
     Raises:
-        CheckpointNotFound: Nothing is there.
+        CheckpointNotFound: It is no checkpoint, whole or damaged; says what is there instead.
+        CheckpointError: That address can't be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.location = locate(path)
-        self.directory = directory_at(path)
+        with reached(self.location):
+            if not holds_checkpoint(self.location):
+                raise no_checkpoint(self.location)
+            self.directory = directory_at(path)
         self.contents = Contents(self.directory)
-        if not self.sizes and not self.directory.exists(""):
-            raise CheckpointNotFound("there is no checkpoint", where=str(self.location))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -92,19 +94,27 @@ class Opened:
 OpenFile = RangedData
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether that is a checkpoint rather than a run."""
-    directory = directory_at(path)
-    return directory.exists(METADATA_NAME) or directory.exists(MANIFEST_NAME)
-
-
 def find_checkpoints(path: str | os.PathLike[str]) -> list[Checkpoint]:
-    """The checkpoints of a run, by ascending step; none where `path` is a checkpoint itself, whole or not.
+    """The checkpoints of a run, by ascending step.
 
     Raises:
-        CheckpointNotFound: Nothing is there.
+        CheckpointNotFound: There are none, or `path` is a checkpoint itself; says what is there instead.
+        CheckpointError: That address can't be read.
     """
     location = locate(path)
-    if not isinstance(location, Url) and not files.is_directory(location):
-        raise CheckpointNotFound("there is no such directory", where=str(location))
-    return [] if is_checkpoint(path) else root_at(location).checkpoints()
+    with reached(location):
+        found = [] if is_checkpoint(path) else checkpoints_at(location)
+        if not found:
+            raise no_run(location)
+    return found
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether that is one checkpoint, whole or damaged, rather than a run.
+
+    Raises:
+        CheckpointError: That address can't be read.
+    """
+    location = locate(path)
+    with reached(location):
+        return holds_checkpoint(location)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from orlop.dcp.archive import Unusual, locate_tensor
@@ -37,31 +39,44 @@ class Group:
     params: list[str]
 
 
-def groups(opened: Opened) -> list[Group]:
+def groups(opened: Opened, read: Callable[[str], Any] | None = None) -> list[Group]:
     """The param groups of all optimizers, with their hyperparameters.
+
+    Args:
+        opened: The checkpoint.
+        read: Gives the value of a leaf; by default it is read without torch, and what is no plain data is described.
 
     Raises:
         CheckpointError: A record of theirs can't be read.
     """
+    read = read or partial(_value, opened)
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for leaf in opened.catalog.leaves:
         option = group_option(leaf)
         if option is not None:
             label, name, key = option
-            found.setdefault((label, name), {})[key] = _value(opened, leaf)
-    if all(name.isdigit() for _, name in found):
-        return [
-            Group(
-                optimizer=label,
-                index=int(name),
-                params=[str(param) for param in options.pop("params", None) or ()],
-                options=options,
-            )
-            for (label, name), options in sorted(
-                found.items(), key=lambda item: (item[0][0], int(item[0][1]))
-            )
-        ]
-    return _grouped(found)
+            found.setdefault((label, name), {})[key] = read(leaf)
+    by_label: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for (label, name), options in found.items():
+        by_label[label][name] = options
+    return [
+        group
+        for label, named in sorted(by_label.items())
+        for group in (_numbered if all(map(str.isdigit, named)) else _grouped)(label, named)
+    ]
+
+
+def _numbered(label: str, named: dict[str, dict[str, Any]]) -> list[Group]:
+    """The groups of torch's nested layout."""
+    return [
+        Group(
+            optimizer=label,
+            index=int(name),
+            params=[str(param) for param in named[name].pop("params", None) or ()],
+            options=named[name],
+        )
+        for name in sorted(named, key=int)
+    ]
 
 
 def absent(opened: Opened) -> dict[str, list[str]]:
@@ -82,15 +97,13 @@ def absent(opened: Opened) -> dict[str, list[str]]:
     return {optimizer: params for optimizer, params in found.items() if params}
 
 
-def _grouped(by_parameter: dict[tuple[str, str], dict[str, Any]]) -> list[Group]:
+def _grouped(label: str, named: dict[str, dict[str, Any]]) -> list[Group]:
     """Parameters with the same hyperparameters make one group: that is all a flattened checkpoint tells."""
-    same: dict[tuple[str, str], Group] = {}
-    for (label, name), options in by_parameter.items():
-        key = (label, repr(sorted(options.items(), key=lambda item: item[0])))
-        if key not in same:
-            index = sum(other == label for other, _ in same)
-            same[key] = Group(optimizer=label, index=index, options=options, params=[])
-        same[key].params.append(name)
+    same: dict[str, Group] = {}
+    for name, options in named.items():
+        key = repr(sorted(options.items(), key=lambda item: item[0]))
+        group = Group(optimizer=label, index=len(same), options=options, params=[])
+        same.setdefault(key, group).params.append(name)
     return list(same.values())
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from orlop.dcp.archive import Unusual, content_at, read_directory
+from orlop.dcp.archive import Unusual, raw_at, read_directory
 from orlop.dcp.dtypes import ITEM_BYTES, LEGACY_STORAGES, OTHER_DTYPES
+from orlop.dcp.inflated import inflated
 from orlop.dcp.pickled import Data, Global, read_pickle
 from orlop.errors import CheckpointCorrupt, CheckpointUnsafe
 
@@ -44,13 +45,13 @@ class Described(str):
 
 
 class _Names:
-    """Lets any global pass, as a name, and keeps it."""
+    """Lets any global pass, as a name, and keeps it; by its name of today, where pickle writes that of Python 2."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
 
     def __contains__(self, name: object) -> bool:
-        self.seen.add(str(name))
+        self.seen.add(str(name).replace("__builtin__.", "builtins."))
         return True
 
 
@@ -98,7 +99,7 @@ def scalar(dtype: str, data: bytes) -> float | int | bool | Described:
 
 
 def _description(record: bytes, where: str) -> bytes | None:
-    """The pickle inside; None in torch's legacy form, or a compressed one."""
+    """The pickle inside; None in torch's legacy form."""
 
     def read(offset: int, nbytes: int) -> bytes:
         return record[offset : offset + nbytes]
@@ -106,8 +107,9 @@ def _description(record: bytes, where: str) -> bytes | None:
     try:
         for name, member in read_directory(read, len(record), where).items():
             if name.endswith("/data.pkl"):
-                at = content_at(read, member, name, len(record), where)
-                return read(at, member.nbytes)
+                at = raw_at(read, member, name, len(record), where)
+                content = read(at, member.stored_bytes)
+                return content if member.is_stored else inflated(content, member, len(record))
     except Unusual:
         return None
     raise CheckpointCorrupt("a record has no description of its content", where=where)
@@ -117,8 +119,10 @@ def _plain(value: Any) -> Any:
     match value:
         case Data(name="collections.OrderedDict" | "collections.Counter", items=items):
             return {_plain(key): _plain(item) for key, item in items}
-        case Data(name="torch.Size" | "builtins.set", args=(tuple() | list() as items,)):
+        case Data(name="torch.Size" | "__builtin__.set" | "builtins.set", args=(tuple() | list() as items,)):
             return tuple(map(_plain, items))
+        case Data(name="__builtin__.complex", args=(float(real), float(imaginary))):
+            return complex(real, imaginary)
         case Data(name="_codecs.encode", args=(str(text), "latin1")):
             return text.encode("latin1")
         case Data(name=name, args=args) if name.startswith("torch._utils._rebuild_tensor"):

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from orlop.errors import CheckpointNotFound
 from orlop.store import catalog
 from orlop.store.listing import Checkpoint
 from orlop.store.objects import locate
 from orlop.store.roots import root_at
-from orlop.tools.opened import is_checkpoint
+from orlop.tools.opened import find_checkpoints
 
 __all__ = ["Pruned", "prune"]
 
@@ -50,17 +49,14 @@ def prune(
         dry_run: Only say which would go.
 
     Raises:
-        CheckpointNotFound: There is no run.
+        CheckpointNotFound: There is no run with checkpoints.
         ValueError: A number is less than one.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1; it is {value}")
-    location = locate(run)
-    root = root_at(location)
-    found = [] if is_checkpoint(run) else root.checkpoints()
-    if not found:
-        raise CheckpointNotFound("there are no checkpoints of a run", where=str(run))
+    found = find_checkpoints(run)
+    root = root_at(locate(run))
     whole = {checkpoint.step: checkpoint for checkpoint in found if checkpoint.fault is None}
     pruned = Pruned(passed_over=[checkpoint.step for checkpoint in found if checkpoint.fault is not None])
     if not whole:

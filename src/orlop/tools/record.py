@@ -10,32 +10,40 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
+from orlop.arguments import require_count, require_engine, require_path
 from orlop.state.fingerprint import fingerprint
 from orlop.state.parts import Live
 from orlop.state.plain import digest
 from orlop.store import files
+from orlop.tools.drill.runs import FINGERPRINT_NAME, RECORDS_NAME, RUN_VARIABLE
 
 __all__ = ["record"]
 
-RECORDS_NAME = "records.jsonl"
-FINGERPRINT_NAME = "fingerprint.json"
 
+def record(step: int, engine: Live, *, run: str | os.PathLike[str] | None = None, **values: float) -> None:
+    """Note the state after a step, for `orlop drill`; does nothing outside of one, and changes nothing.
 
-def record(step: int, engine: Live, *, run: str | os.PathLike[str], **values: float) -> None:
-    """Note the state after a step, for `orlop drill`; collective, changes nothing.
-
-    It reads all state once, so it is meant for drills, not for long runs.
+    In a drill it is collective, and reads all state once.
 
     Args:
         step: The step that is done, counted from the start of the training.
         engine: Whose state.
-        run: The run's directory, `{run}` of the drill's command.
+        run: Where to note it, in a drill or not; by default in the run directory of the drill that started this
+            process, `{run}` of its command.
         **values: What else is to be compared bit for bit: the loss, say.
     """
+    require_count("step", step)
+    require_engine(engine)
+    if run is not None:
+        require_path("run", run)
+    # No setting: in this way a drill tells the processes that it starts, through torchrun and other launchers.
+    directory = os.environ.get(RUN_VARIABLE) if run is None else run
+    if directory is None:
+        return
     found = fingerprint(engine)
 
     def write() -> None:
-        root = Path(run)
+        root = Path(directory)
         parts: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for leaf, value in found.leaves.items():
             parts[leaf.partition(".")[0]][leaf] = value

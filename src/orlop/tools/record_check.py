@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from orlop.dcp.archive import Member, Unusual, content_at, locate_tensor, read_directory
+from orlop.dcp.archive import Member, Unusual, content_at, locate_tensor, raw_at, read_directory
 from orlop.dcp.boxes import Box
 from orlop.dcp.catalog import Extent
-from orlop.dcp.checksums import BLOCK_BYTES, BlockCrcs
+from orlop.dcp.checksums import BLOCK_BYTES, BlockCrcs, crc32
 from orlop.dcp.index import IndexRecord
+from orlop.dcp.inflated import inflated
 from orlop.errors import CheckpointCorrupt, CheckpointError
 from orlop.store.directory import RangedData
 from orlop.tools.findings import Finding, from_error
@@ -152,6 +153,9 @@ def _check_members(file: RangedData | None, job: RecordJob, read: ReadAt, outcom
     try:
         members = read_directory(read, nbytes, where)
         for name, member in members.items():
+            if not member.is_stored:
+                _check_compressed(read, member, name, job, outcome)
+                continue
             at = content_at(read, member, name, nbytes, where)
             _require_padding(read, member, name, at, where)
             blocks = _summed(file, job, read, at, member.nbytes)
@@ -173,6 +177,20 @@ def _check_members(file: RangedData | None, job: RecordJob, read: ReadAt, outcom
         reason = str(unusual)
     if reason is not None:
         _note_unchecked(job, reason, outcome)
+
+
+def _check_compressed(read: ReadAt, member: Member, name: str, job: RecordJob, outcome: Outcome) -> None:
+    """A file that unfolds to what its checksum says, and to no more than a load would take."""
+    content = read(raw_at(read, member, name, job.extent.nbytes, job.where), member.stored_bytes)
+    unfolded = inflated(content, member, job.extent.nbytes)
+    if len(unfolded) != member.nbytes or (member.crc and crc32(unfolded) != member.crc):
+        raise CheckpointCorrupt(
+            "a compressed file in a record does not unfold to what it should hold",
+            where=f"{job.where}: {name}",
+            expected=f"{member.nbytes:,} bytes from {member.stored_bytes:,}",
+        )
+    outcome.bytes_read += member.stored_bytes
+    outcome.bytes_checked += member.stored_bytes
 
 
 def _require_padding(read: ReadAt, member: Member, name: str, at: int, where: str) -> None:

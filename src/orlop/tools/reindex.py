@@ -46,7 +46,7 @@ def index_in_place(
     ]
     if faults:
         raise CheckpointMismatch(
-            f"there are {len(faults)} findings, so nothing was indexed",
+            f"the check found {len(faults)} fault{'' if len(faults) == 1 else 's'}, so nothing was indexed",
             where=str(checkpoint),
             found=str(faults[0]),
             todo="orlop verify shows all of them",
@@ -87,6 +87,7 @@ def _record(
                     extent,
                     box.sizes,
                     entry.dtype,
+                    f"{leaf} in {extent.path}",
                 )
                 dtype, data = entry.dtype, (source.at, source.nbytes)
             except Unusual:

@@ -84,14 +84,14 @@ def rewrite(
     pending = pending_at(target, begin(target))
     try:
         # One thread: one chunk in memory.
-        writer = Writer(pending.directory, num_threads=1)
+        manifest = values.opened.manifest
+        writer = Writer(pending.directory, num_threads=1, manifest=manifest is not None)
         aliasing = AliasingWriter(writer, aliases)
         writer.set_up_storage_writer(True)
         plan = writer.prepare_local_plan(SavePlan(items))
         (plan,) = writer.prepare_global_plan([plan])
         results = writer.write_data(plan, planner).wait()
         aliasing.finish(_metadata(values, leaves, items, aliases), [results])
-        manifest = values.opened.manifest
         if manifest is None:
             # Without knowing which state is absent, a manifest would say too much.
             publish.publish(Path(pending.path), target)

@@ -17,7 +17,7 @@ from orlop.store.catalog import parse_step, parse_unpublished
 from orlop.store.listing import Checkpoint
 from orlop.store.objects import Url, locate
 from orlop.tools.check import check_checkpoint
-from orlop.tools.opened import find_checkpoints, is_checkpoint
+from orlop.tools.opened import find_checkpoints
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -69,24 +69,22 @@ def list_run(
         on_checkpoint: Told the name of each one before it is verified.
 
     Raises:
-        CheckpointNotFound: Nothing is there, or it is a checkpoint itself.
+        CheckpointNotFound: There are none, or it is a checkpoint itself.
     """
-    if is_checkpoint(run):
-        raise CheckpointNotFound(
-            "this is a checkpoint, and not a run's directory of checkpoints",
-            where=str(run),
-            todo="`orlop inspect` shows what it holds; give the directory above it to list",
-        )
-    rows: list[RunRow] = []
-    for found in find_checkpoints(run):
-        if verify and found.fault is None and on_checkpoint is not None:
-            on_checkpoint(found.name)
-        rows.append(_row(found, verify))
-    rows = _with_next(rows)
     location = locate(run)
-    if not isinstance(location, Url):
-        rows += _partial(location)
-    return sorted(rows, key=lambda row: (row.step, row.state == "partial"))
+    try:
+        found = find_checkpoints(run)
+    except CheckpointNotFound:
+        left = _partial(location)
+        if not left:
+            raise
+        return left  # the first save is under way, or died
+    rows: list[RunRow] = []
+    for each in found:
+        if verify and each.fault is None and on_checkpoint is not None:
+            on_checkpoint(each.name)
+        rows.append(_row(each, verify))
+    return sorted(_with_next(rows) + _partial(location), key=lambda row: (row.step, row.state == "partial"))
 
 
 def _row(found: Checkpoint, verify: bool) -> RunRow:
@@ -131,8 +129,10 @@ def _with_next(rows: list[RunRow]) -> list[RunRow]:
     return rows
 
 
-def _partial(run: Path) -> list[RunRow]:
-    rows = []
+def _partial(run: Path | Url) -> list[RunRow]:
+    rows: list[RunRow] = []
+    if isinstance(run, Url) or not files.is_directory(run):
+        return rows
     for name in files.directory_names(run):
         unpublished = parse_unpublished(name)
         if unpublished is None or unpublished.kind != "partial":

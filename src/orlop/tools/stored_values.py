@@ -6,9 +6,11 @@ Must not know live objects.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +25,28 @@ from orlop.dcp.records import Records
 from orlop.dcp.source import Source
 from orlop.dcp.standard import to_torch
 from orlop.dcp.transfer import Fetch, ReadReport, run_fetches
-from orlop.errors import CheckpointIncomplete, CheckpointNotFound
+from orlop.errors import CheckpointIncomplete, CheckpointNotFound, CheckpointUnsafe
 from orlop.tools.opened import Opened
 
-__all__ = ["StoredValues", "regions"]
+__all__ = ["Opaque", "StoredValues", "regions"]
 
 REGION_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A record that holds more than plain data, so that only its bytes can be compared.
+
+    Attributes:
+        names: The globals that it names.
+        digest: Of its bytes.
+    """
+
+    names: str
+    digest: str
+
+    def __repr__(self) -> str:
+        return f"more than plain data ({self.names}), SHA-256 {self.digest}"
 
 
 class StoredValues:
@@ -96,8 +114,19 @@ class StoredValues:
             CheckpointUnsafe: It holds more than plain data.
             CheckpointCorrupt: It can't be read.
         """
+        return safe.load(*self._record(leaf))
+
+    def plain(self, leaf: str) -> Any:
+        """As `value`, with an `Opaque` in place of more than plain data."""
+        try:
+            return self.value(leaf)
+        except CheckpointUnsafe as error:
+            digest = hashlib.sha256(self._record(leaf)[0]).hexdigest()
+            return Opaque(error.found or "", digest[:16])
+
+    def _record(self, leaf: str) -> tuple[bytes, str]:
         with self._records.opened() as records:
-            return safe.load(*records.whole(MetadataIndex(leaf), self.report))
+            return records.whole(MetadataIndex(leaf), self.report)
 
 
 def _narrowed(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:

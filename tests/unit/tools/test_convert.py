@@ -203,7 +203,7 @@ def test_indexes_in_place_change_nothing_else(tmp_path, version):
 def test_damage_is_not_indexed(tmp_path):
     source = save_large(tmp_path / "x", by_orlop=False)
     flip(data_file(source), 0.4)
-    with pytest.raises(CheckpointMismatch, match="1 findings"):
+    with pytest.raises(CheckpointMismatch, match="found 1 fault,"):
         index_in_place(source)
     assert list(source.glob("*.json")) == []
 

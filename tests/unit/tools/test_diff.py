@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.unit.tools.samples import data_file, engine, flip, golden, save_large, save_run, train
+from tests.unit.tools.test_check import Trap
 
 import orlop
 from orlop.dcp.boxes import Box
@@ -95,6 +96,120 @@ def test_plain_data_is_compared_by_place(tmp_path):
     (found,) = orlop.diff(tmp_path / "a", tmp_path / "b")
     assert found.where.startswith("part.v")
     assert (found.expected, found.found) == ("2.0", "3.0")
+
+
+NUMBERS = {
+    "int": (1, 2),
+    "kind": (1, 1.0),
+    "bool": (True, False),
+    "last-bit": (0.1, 0.1 + 2**-56),
+    "zeros": (0.0, -0.0),
+    "text": ("a", "b"),
+    "none": (None, 0),
+    "bytes": (b"a", b"b"),
+    "complex": (1 + 2j, 1 - 2j),
+    "tuple": ((1, 2), (1, 3)),
+    "set": ({1}, {2}),
+    "int key": ({1: 0}, {"1": 0}),
+    "bool key": ({1: 0}, {True: 0}),
+    "dtype": (torch.float32, torch.bfloat16),
+    "size": (torch.Size([2]), torch.Size([3])),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_kind_of_plain_data_is_compared(tmp_path, name):
+    one, two = NUMBERS[name]
+    for folder, value in (("a", one), ("b", two), ("c", one)):
+        # In a tuple, which DCP keeps as one leaf with whatever is in it.
+        dcp.save({"part": {"v": (value, 7), "t": torch.ones(1)}}, checkpoint_id=tmp_path / folder)
+    assert diff_checkpoints(tmp_path / "a", tmp_path / "c", exact=True).num_identical == 2
+    (found,) = orlop.diff(tmp_path / "a", tmp_path / "b")
+    assert (found.kind, found.is_fault) == ("value", True)
+    assert found.where.startswith("part.v[0]")
+    assert found.expected != found.found
+
+
+def test_random_generators_are_compared_and_the_first_place_is_named(tmp_path):
+    for name, seed in (("a", 1), ("b", 2)):
+        trained = engine()
+        torch.manual_seed(seed)
+        trained.save_dcp(tmp_path / name)
+    (found,) = orlop.diff(tmp_path / "a", tmp_path / "b")
+    # A generator's state begins with its seed.
+    assert found.where == "rng.rank_0['torch'][0:]"
+    assert (found.expected[:6], found.found[:6]) == ("b'\\x01", "b'\\x02")
+
+
+def test_long_text_that_differs_late_is_shown_where_it_differs():
+    one, two = "x" * 5000 + "a", "x" * 5000 + "b"
+    assert first_difference([one], [two]) == ("[0][5000:]", "'a'", "'b'")
+    assert first_difference(one.encode(), one.encode() + b"!") == ("[5001:]", "b''", "b'!'")
+    large, other = torch.zeros(9, 9), torch.zeros(9, 9)
+    other[8, 7] = 1.0
+    assert first_difference(large, other) == ("[8, 7]", "0.0", "1.0")
+
+
+def test_what_is_more_than_plain_data_is_compared_by_its_bytes_and_not_executed(tmp_path):
+    for name, marker in (("a", "1"), ("b", "2")):
+        trap = Trap(str(tmp_path / marker))
+        dcp.save({"part": {"v": trap, "t": torch.ones(1)}}, checkpoint_id=tmp_path / name)
+    assert diff_checkpoints(tmp_path / "a", tmp_path / "a", exact=True).num_identical == 2
+    (found,) = orlop.diff(tmp_path / "a", tmp_path / "b")
+    assert (found.kind, found.where) == ("value", "part.v")
+    assert "more than plain data (posix.mkdir)" in found.expected
+    assert found.expected != found.found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def with_groups(path, groups, **leaves):
+    dcp.save(
+        {"optimizer": {"param_groups": groups}, "model": {"a": torch.ones(1), **leaves}}, checkpoint_id=path
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    "one, two",
+    [
+        ([1, {"x": torch.ones(2)}], [1, {"x": torch.zeros(2)}]),
+        (torch.tensor(0.5), torch.tensor(0.25)),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])),
+        (0.1, 0.1 + 2**-56),
+        ((0.9, 0.999), (0.9, 0.99)),
+    ],
+)
+def test_every_kind_of_hyperparameter_is_compared(tmp_path, one, two):
+    for name, value in (("a", one), ("b", two), ("c", one)):
+        with_groups(tmp_path / name, [{"odd": value, "params": ["a"]}])
+    assert orlop.diff(tmp_path / "a", tmp_path / "c", exact=True) == []
+    (found,) = orlop.diff(tmp_path / "a", tmp_path / "b")
+    assert found.is_fault
+    assert "odd" in found.where
+
+
+def test_groups_that_name_no_parameters_are_compared_all_the_same(tmp_path):
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        with_groups(tmp_path / name, [{"lr": lr}])
+    assert [found.where for found in orlop.diff(tmp_path / "a", tmp_path / "b")] == [
+        "optimizer.param_groups.0.lr"
+    ]
+
+
+def test_a_module_that_is_called_param_groups_is_compared(tmp_path):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        weights = {"0": {"weight": torch.full((3,), value)}}
+        dcp.save({"model": {"param_groups": weights, "b": torch.ones(1)}}, checkpoint_id=tmp_path / name)
+    (found,) = orlop.diff(tmp_path / "a", tmp_path / "b")
+    assert (found.kind, found.where) == ("value", "model.param_groups.0.weight")
+
+
+def test_implementation_flags_count_only_when_exact(tmp_path):
+    for name, flag in (("a", True), ("b", None)):
+        with_groups(tmp_path / name, [{"fused": flag, "lr": 1.0, "params": ["a"]}])
+    assert orlop.diff(tmp_path / "a", tmp_path / "b") == []
+    (found,) = orlop.diff(tmp_path / "a", tmp_path / "b", exact=True)
+    assert (found.where, found.expected, found.found) == ("optimizer.param_groups: fused", "True", "None")
 
 
 def test_a_damaged_side_is_refused(tmp_path):

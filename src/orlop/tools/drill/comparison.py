@@ -45,6 +45,8 @@ _HINTS = (
         "hyperparameters differ: does the start of the script overwrite those of the checkpoint?",
     ),
     ("step counters", "optimizer state is not restored for all parameters (a step counter starts anew)"),
+)
+_LATE_HINTS = (
     ("moments", "moments are not restored exactly: are they cast, or is a part of them lost?"),
     ("progress counters", "the script counts something that it doesn't save"),
 )
@@ -66,11 +68,13 @@ class Comparison:
         what: Its name.
         count: In how many places.
         difference: The first place that differs, with both values; None when none does.
+        step: Of a record, the first step that differs.
     """
 
     what: str
     count: int
     difference: str | None
+    step: int | None = None
 
 
 def read_records(path: Path, last: int | None = None) -> list[dict[str, Any]]:
@@ -107,12 +111,13 @@ def compare_records(one: Sequence[Mapping[str, Any]], two: Sequence[Mapping[str,
     rows = [Comparison(what="steps", count=len(steps), difference=_first_step_off(steps, other_steps))]
     names = dict.fromkeys(name for line in (*one, *two) for name in line if name not in _NOT_COMPARED)
     for name in names:
-        difference = None
+        difference, step = None, None
         for mine, other in zip(one, two):
             if bits(mine.get(name)) != bits(other.get(name)):
-                difference = f"step {mine['step']}: {_different(mine.get(name), other.get(name))}"
+                step = mine["step"]
+                difference = f"step {step}: {_different(mine.get(name), other.get(name))}"
                 break
-        rows.append(Comparison(what=name, count=min(len(one), len(two)), difference=difference))
+        rows.append(Comparison(what=name, count=min(len(one), len(two)), difference=difference, step=step))
     return rows
 
 
@@ -165,13 +170,25 @@ def kind_of(leaf: str) -> str:
     return {"rng": "random generators", "data": "sampler", "progress": "progress counters"}.get(part, part)
 
 
-def hint(rows: Sequence[Comparison]) -> str | None:
-    """The usual cause of what differs; None when nothing does, or nothing is known of it."""
-    off = {row.what for row in rows if row.difference is not None}
+def hint(rows: Sequence[Comparison], went_on_from: Collection[int] = ()) -> str | None:
+    """The usual cause of what differs; None when nothing does, or nothing is known of it.
+
+    Args:
+        rows: What was compared.
+        went_on_from: The steps of the checkpoints from which the killed run went on.
+    """
+    off = {row.what: row for row in rows if row.difference is not None}
     # `orlop.record` notes a digest of each part, so that its row differs as well.
-    if "random generators" in off and off <= {"random generators", "sampler", "state"}:
+    if "random generators" in off and off.keys() <= {"random generators", "sampler", "state"}:
         return _SEED_HINT
     for kind, text in _HINTS:
+        if kind in off:
+            return text
+    # With the right weights and data the first loss after a resume is right, whatever the moments are.
+    step = off["loss"].step if "loss" in off else None
+    if step is not None and step - 1 in went_on_from:
+        return _LOSS_HINT
+    for kind, text in _LATE_HINTS:
         if kind in off:
             return text
     return _LOSS_HINT if "loss" in off else None

@@ -17,12 +17,11 @@ from orlop.store.listing import list_checkpoints
 from orlop.store.objects import Url
 from orlop.tools.drill.comparison import Comparison, compare_fingerprints, compare_records, hint, read_records
 from orlop.tools.drill.kills import Killed, plan_kills
-from orlop.tools.drill.runs import Run, RunFailed, Watcher, Witness
+from orlop.tools.drill.runs import FINGERPRINT_NAME, Run, RunFailed, Watcher, Witness
 
 __all__ = ["PLACEHOLDER", "DrillOptions", "DrillResult", "drill"]
 
 PLACEHOLDER = "{run}"
-FINGERPRINT_NAME = "fingerprint.json"
 _MARKER = ".orlop-drill"
 
 
@@ -92,6 +91,11 @@ def drill(command: Sequence[str], options: DrillOptions, witness: Witness) -> Dr
     first = Watcher(uninterrupted, witness)
     first.until_done([])
     records = _records(uninterrupted)
+    if not uninterrupted.saved():
+        raise RunFailed(
+            f"{uninterrupted.name}: but for its records nothing was written in {uninterrupted.directory}: the command "
+            f"saves its checkpoints outside of {PLACEHOLDER}, or none at all, so that there is no resume to try"
+        )
     kills = plan_kills(
         [record["step"] for record in records],
         first.published,
@@ -118,7 +122,7 @@ def drill(command: Sequence[str], options: DrillOptions, witness: Witness) -> Dr
         killed=killed,
         kills=tuple(struck),
         rows=tuple(rows),
-        hint=hint(rows),
+        hint=hint(rows, [kill.published for kill in struck]),
         step=state[0].step,
     )
 

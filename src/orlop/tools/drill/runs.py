@@ -24,7 +24,8 @@ __all__ = ["Run", "RunFailed", "Watcher", "Witness"]
 POLL_SECONDS = 0.005
 STALLED_SECONDS = 600.0
 ENDING_SECONDS = 60.0  # what processes may take to end after one rank was killed, or after their launcher did
-RECORD_NAMES = ("metrics.jsonl", "records.jsonl")
+METRICS_NAME, RECORDS_NAME, FINGERPRINT_NAME = "metrics.jsonl", "records.jsonl", "fingerprint.json"
+RUN_VARIABLE = "ORLOP_DRILL_RUN"  # tells `orlop.record` in the processes of a drill where their run is
 _OUTPUT_LINES = 30
 
 
@@ -70,7 +71,7 @@ class Run:
     def records_path(self) -> Path | None:
         """The file of its step records; None before there is one."""
         for folder in self._folders():
-            for name in RECORD_NAMES:
+            for name in (METRICS_NAME, RECORDS_NAME):
                 if (folder / name).is_file():
                     return folder / name
         return None
@@ -94,6 +95,12 @@ class Run:
         """The steps of the checkpoints that stand under their final names."""
         names = (name for folder in self._folders() for name in files.directory_names(folder))
         return {step for name in names if (step := parse_step(name)) is not None}
+
+    def saved(self) -> bool:
+        """Whether there is more in the run directory than what a drill compares."""
+        compared = {METRICS_NAME, RECORDS_NAME, FINGERPRINT_NAME}
+        names = {name.rpartition("/")[2] for name in files.file_sizes(self.directory)}
+        return bool(names - compared or self.published())
 
     def writing(self) -> set[int]:
         """The steps of the checkpoints that are begun and not published."""
@@ -151,23 +158,28 @@ class Watcher:
         """
         struck: list[Killed] = []
         for kill in kills:
-            killed = self._launch(kill)
+            killed = self._launch(kill, struck[-1].published if struck else 0)
             if killed is None:
                 raise RunFailed(f"{self.run.name}: finished before it could be killed {kill.moment}")
             struck.append(killed)
-        self._launch(None)
+        self._launch(None, struck[-1].published if struck else 0)
         return struck
 
-    def _launch(self, kill: Kill | None) -> Killed | None:
-        """One launch: until the kill has struck, or else until the run is done; nothing of it runs on."""
+    def _launch(self, kill: Kill | None, start: int) -> Killed | None:
+        """One launch: until the kill has struck, or else until the run is done; nothing of it runs on.
+
+        Args:
+            kill: What it is to be hit by.
+            start: The step of the newest checkpoint, from which it goes on."""
         files.make_directory(self.run.directory)
         # A partial directory that an earlier launch left is no sign of a write by this one.
         left = self.run.writing()
         self._first = self._latest = None
-        child = processes.launch(self.run.command, os.environ, self.run.log)
+        environment = {**os.environ, RUN_VARIABLE: str(self.run.directory)}
+        child = processes.launch(self.run.command, environment, self.run.log)
         seen: set[processes.Process] = set()
         try:
-            killed = self._follow(child, kill, left, seen)
+            killed = self._follow(child, kill, start, left, seen)
             outlived = processes.wait_gone(seen, ENDING_SECONDS)
         finally:
             processes.kill_tree(child)
@@ -182,6 +194,7 @@ class Watcher:
         self,
         child: subprocess.Popen[bytes],
         kill: Kill | None,
+        start: int,
         left: set[int],
         seen: set[processes.Process],
     ) -> Killed | None:
@@ -196,6 +209,12 @@ class Watcher:
                 if killed is not None:
                     return killed
                 kill = kill.after_a_miss(self.run.last_step())
+            if 0 < step < start and not shown:
+                # All would come out identical, and no resume had been tried.
+                raise RunFailed(
+                    f"{self.run.name}: started again, it did step {step} once more, although the checkpoint of step "
+                    f"{start} stands there: the command does not go on from its newest checkpoint"
+                )
             if step != shown:
                 shown, moved = step, time.monotonic()
                 self._first, self._latest = self._first or (moved, step), (moved, step)
@@ -234,10 +253,10 @@ class Watcher:
             writing=writing if kill.moment == "while writing" else None,
             processes=len(victims),
         )
+        count = f"{len(victims)} process{'es' if len(victims) > 1 else ''}"
         self.witness.on_event(
             self.run.name,
-            f"killed {len(victims)} processes {kill.moment}, after step {killed.last_step}; "
-            f"newest checkpoint: step {killed.published}",
+            f"killed {count} {kill.moment}, after step {killed.last_step}; newest checkpoint: step {killed.published}",
         )
         if len(victims) < len(frozen):
             self._await_end(frozen)

@@ -3,8 +3,8 @@
     stand_in_training.py DIRECTORY STEPS SAVE_EVERY FAULT [worker]
 
 It keeps one number, saves as the store does, and goes on from its newest checkpoint. The fault is `none`, or:
-`forgets` something at a resume, `never saves`, `fails` at step 3, writes quickly up to step 8 (`quick`), has two
-`ranks`.
+`forgets` something at a resume, `starts anew`, `never saves`, `saves elsewhere`, `fails` at step 3, writes quickly up to step 8
+(`quick`), has two `ranks`.
 """
 
 import json
@@ -34,7 +34,9 @@ def resume(root: Path) -> tuple[int, list[str]]:
 
 
 def train(root: Path, steps: int, save_every: int, fault: str) -> None:
-    step, lines = resume(root)
+    place = root.parent / "elsewhere" if fault == "saves elsewhere" else root
+    place.mkdir(exist_ok=True)
+    step, lines = (0, []) if fault == "starts anew" else resume(root)
     forgot = fault == "forgets" and step > 0
     while step < steps:
         step += 1
@@ -44,8 +46,9 @@ def train(root: Path, steps: int, save_every: int, fault: str) -> None:
         time.sleep(0.15 if fault == "quick" else 0.03)
         if fault == "fails" and step == 3:
             sys.exit("something went wrong")
-        if step % save_every == 0 and fault != "never saves":
-            save(root, step, seconds=0.1 if fault == "quick" and step <= 8 else 0.3)
+        is_new = not (place / f"step-{step:08d}").exists()
+        if step % save_every == 0 and is_new and fault != "never saves":
+            save(place, step, seconds=0.1 if fault == "quick" and step <= 8 else 0.3)
     names = ("model.w", "optimizer.state.w.exp_avg", "optimizer.state.w.step", "rng.rank_0")
     leaves = {**dict.fromkeys(names, "00"), "data.rank_0": "02" if forgot else "01"}
     (root / "fingerprint.json").write_text(json.dumps({"step": step, "leaves": leaves}))

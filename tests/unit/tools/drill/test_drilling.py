@@ -67,6 +67,12 @@ def test_a_run_that_forgets_is_different_and_the_first_step_and_leaf_are_named(t
     assert "position" in result.hint
 
 
+def test_a_run_that_starts_anew_instead_of_resuming_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(drilling, "plan_kills", lambda *_, **__: [Kill(moment="between steps", step=8)])
+    with pytest.raises(RunFailed, match="does not go on from its newest checkpoint"):
+        run(tmp_path / "out", "starts anew")
+
+
 def test_a_write_that_was_over_too_soon_is_said_and_the_next_one_is_hit(tmp_path, monkeypatch):
     kill = Kill(moment="while writing", step=6, delay_seconds=0.25)
     monkeypatch.setattr(drilling, "plan_kills", lambda *_, **__: [kill])
@@ -76,9 +82,17 @@ def test_a_write_that_was_over_too_soon_is_said_and_the_next_one_is_hit(tmp_path
     assert result.kills[0].writing == 9
 
 
-def test_a_run_that_never_saves_has_no_state_to_compare(tmp_path):
-    with pytest.raises(ValueError, match="0 checkpoints are too few"):
+def test_a_run_that_never_saves_is_refused_before_anything_is_killed(tmp_path):
+    with pytest.raises(RunFailed, match="no resume to try"):
         run(tmp_path / "out", "never saves", during_save=True)
+    assert not (tmp_path / "out" / "killed").exists()
+
+
+def test_a_run_that_saves_elsewhere_is_refused_before_anything_is_killed(tmp_path):
+    with pytest.raises(RunFailed, match=r"outside of \{run\}"):
+        run(tmp_path / "out", "saves elsewhere")
+    assert (tmp_path / "out" / "elsewhere" / "step-00000012").is_dir()
+    assert not (tmp_path / "out" / "killed").exists()
 
 
 def test_a_run_that_fails_ends_the_drill_with_its_output(tmp_path):
