@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from orlop.configs import AdamWConfig as AdamWConfig
     from orlop.configs import LoadCheckpointConfig as LoadCheckpointConfig
     from orlop.engine import TrainEngine as TrainEngine
+    from orlop.optim.figures import trace as trace
     from orlop.optim.swap import SwapAdamW as SwapAdamW
     from orlop.optim.swap import swap as swap
-    from orlop.optim.swapped import trace as trace
     from orlop.phases import phase as phase
     from orlop.resume import LoadPolicy as LoadPolicy
     from orlop.resume import LoadReport as LoadReport
@@ -51,7 +51,7 @@ _HOMES = {
     "phase": "orlop.phases",
     "record": "orlop.tools.record",
     "swap": "orlop.optim.swap",
-    "trace": "orlop.optim.swapped",
+    "trace": "orlop.optim.figures",
     "verify": "orlop.tools.check",
 }
 _MODULES = ("errors", "testing")

@@ -1,14 +1,48 @@
-"""What the trainer does with a batch where the user does not say: call the model with it, count its tokens.
+"""What is done with batches where the user does not say: call the model, count tokens, tell one from several.
 
 Owns the defaults, and is the one place that looks into a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+from orlop.arguments import refuse, require_kind
+
+
+def micro_batches_of(batches: Any) -> list[Any]:
+    """The micro-batches of one step.
+
+    Raises:
+        TypeError: It is one batch rather than a list of them, as far as that can be told.
+        ValueError: There are none.
+    """
+    meant, write = "a list of micro-batches", "train_step([batch], loss_fn)"
+    if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise refuse("batches", meant, batches, write)
+    found = list(batches)
+    if not found:
+        raise ValueError("a training step needs at least one batch")
+    # Micro-batches are alike; inputs and their labels are not.
+    tensors = [each for each in found if isinstance(each, torch.Tensor)]
+    if len(tensors) == len(found) and len({(each.dtype, each.ndim) for each in tensors}) > 1:
+        held = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors[:3])
+        raise TypeError(f"batches must be {meant}; it is one batch, of tensors ({held}): write {write}")
+    return found
+
+
+def require_loss(loss: Any) -> None:
+    """Raise TypeError for what no backward can start from."""
+    meant = "a tensor of one number"
+    require_kind("the loss that loss_fn returns", loss, torch.Tensor, meant)
+    if loss.numel() != 1:
+        shape = tuple(loss.shape)
+        raise TypeError(
+            f"the loss that loss_fn returns must be {meant}; its shape is {shape}: return its mean"
+        )
 
 
 def call_model(model: Any, batch: Any) -> torch.Tensor:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orlop.arguments import require_count, require_engine, require_flags, require_path
+from orlop.dcp.contents import METADATA_NAME
+from orlop.dcp.places import no_run
 from orlop.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -22,9 +25,11 @@ from orlop.errors import (
 )
 from orlop.resume import LoadPolicy, LoadReport, resume_checkpoint
 from orlop.save import save_checkpoint
+from orlop.state.policy import require_options
 from orlop.store import catalog
 from orlop.store.listing import Checkpoint
-from orlop.store.objects import Url, locate
+from orlop.store.manifest import MANIFEST_NAME
+from orlop.store.objects import Url, directory_at, locate
 from orlop.store.roots import root_at
 from orlop.store.shelf import Shelf
 from orlop.tools.check import require_sound
@@ -90,15 +95,16 @@ class CheckpointStore:
         keep_every: Checkpoints at multiples of this step stay for good.
 
     Raises:
+        TypeError: `root` is no path, or a number no int.
         ValueError: `keep_last` or `keep_every` is less than one.
     """
 
     def __init__(
         self, root: str | os.PathLike[str], keep_last: int | None = 3, keep_every: int | None = None
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, or None; it is {value}")
+        require_path("root", root)
+        require_count("keep_last", keep_last, 1, optional=True)
+        require_count("keep_every", keep_every, 1, optional=True)
         self.root = locate(root)
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -131,8 +137,11 @@ class CheckpointStore:
             StorageFull: There is not enough space; nothing was removed or written.
             OrlopError: On every rank, when any rank failed; nothing is published.
         """
+        require_engine(engine)
+        require_count("step", step)
+        require_flags(fingerprint=fingerprint)
         path = self.path(step)
-        engine.ranks.on_coordinator(f"make room for {path.name}", lambda: self._shelf.make_room(step))
+        engine.ranks.on_coordinator(f"make room for {path.name}", lambda: self._make_room(step))
         save_checkpoint(engine, path, step=step, fingerprint=fingerprint)
         if engine.ranks.is_coordinator:
             self._shelf.expire(step)
@@ -169,6 +178,9 @@ class CheckpointStore:
             CheckpointMismatch: The newest one doesn't fit the live objects, or holds weights only; an older one is not
                 tried instead.
         """
+        require_engine(engine)
+        require_count("step", step, optional=True)
+        require_options(policy=policy, load_states=load_states, load_args=load_args)
         load = _Load(
             engine=engine, load_states=load_states, load_args=load_args, policy=policy or LoadPolicy()
         )
@@ -201,7 +213,18 @@ class CheckpointStore:
                     _log.warning("passed over %s: %s", chosen.name, " ".join(str(error).split()))
                 load = load.after_failure()
 
+    def _make_room(self, step: int) -> None:
+        self._require_run()
+        self._shelf.make_room(step)
+
+    def _require_run(self) -> None:
+        """A run that began inside a checkpoint would start at step 0, and look like a part of that checkpoint."""
+        inside = directory_at(self.root)
+        if any(inside.exists(name) for name in (METADATA_NAME, MANIFEST_NAME)):
+            raise no_run(self.root)
+
     def _newest(self, passed_over: set[str]) -> _Choice | None:
+        self._require_run()
         found = self._shelf.newest(passed_over)
         return None if found is None else _chosen(found)
 

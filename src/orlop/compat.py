@@ -394,11 +394,14 @@ def has_default_order(tensor: DTensor) -> bool:
 # -- versions of optimizers ------------------------------------------------------------------------------------------
 
 
+ADDED_OPTIONS = frozenset({"maximize", "decoupled_weight_decay"})
+
+
 def values_before_options(optimizer: Optimizer) -> dict[str, Any]:
     """Options that torch's classes got over time, each with the value by which the class does what it did
     before."""
-    is_adamw = isinstance(optimizer, torch.optim.AdamW)
-    return {"maximize": False, "decoupled_weight_decay": is_adamw}
+    by_class = {"decoupled_weight_decay": isinstance(optimizer, torch.optim.AdamW)}
+    return {option: by_class.get(option, False) for option in ADDED_OPTIONS}
 
 
 def rebuild_tensor(

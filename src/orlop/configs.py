@@ -7,11 +7,12 @@ content or ranks' talk.
 from __future__ import annotations
 
 import logging
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import nn
 
 from orlop.optim.swap import SwapAdamW
@@ -26,6 +27,12 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class _Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError("; ".join(_mistakes(type(self), error))) from None
 
 
 class AdamWConfig(_Config):
@@ -138,6 +145,19 @@ class LoadCheckpointConfig(_Config):
             f"the scheduler starts at its first step, over {total_steps} steps": not self.load_scheduler,
         }
         return [text for text, applies in switched_off.items() if applies]
+
+
+def _mistakes(config: type[BaseModel], error: ValidationError) -> list[str]:
+    """One line for each field that is wrong."""
+    told: dict[object, str] = {}
+    for each in error.errors(include_url=False):
+        name = each["loc"][0]
+        text = f"{config.__name__}.{name}: {each['msg']}; it is {each['input']!r}"
+        if each["type"] == "extra_forbidden":
+            near = get_close_matches(str(name), config.model_fields, 1) or list(config.model_fields)
+            text = f"{config.__name__} has no field {name!r}; it has {', '.join(near)}"
+        told.setdefault(name, text)
+    return list(told.values())
 
 
 def _shortened(names: list[str]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from numbers import Real
+from types import NoneType
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.optim import Optimizer
 
 from orlop import compat
+from orlop.arguments import require_callable, require_kind, require_positive
+from orlop.batches import micro_batches_of, require_loss
 from orlop.errors import OptimizerRefused, StateNotReady
 from orlop.norm import clip, count_holders, total_norm
 from orlop.ranks import Ranks
@@ -39,7 +43,9 @@ class TrainEngine:
         model: The model: plain, DistributedDataParallel, `fully_shard`ed, compiled.
         optimizer: Its optimizer, or several by name.
         scheduler: An LR scheduler; the caller steps it.
-        parts: More state to save, by name: objects with `state_dict` and `load_state_dict` that hold plain data.
+        parts: More state to save, by name: objects with `state_dict` and `load_state_dict` that hold plain data. One
+            that has `check_state_dict` too, which says why a state doesn't fit (or an empty string) and changes
+            nothing, is asked before a load changes anything.
         max_grad_norm: What `clip_grad_norm` clips to; None measures only.
         skip_grad_norm_threshold: A step with a larger norm is skipped; None skips only norms that are not finite.
         process_group: The control group, of all ranks and on CPU; by default a gloo group made here.
@@ -51,7 +57,8 @@ class TrainEngine:
 
     Raises:
         ParameterReplaced: The optimizer holds parameters that are not in the model.
-        ValueError: A name is taken.
+        TypeError: An argument is not what is meant.
+        ValueError: A name is taken, a norm is not finite and above 0, or the scheduler drives another optimizer.
     """
 
     def __init__(
@@ -66,22 +73,24 @@ class TrainEngine:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         _require_kinds(model, optimizer, scheduler)
+        require_kind("parts", parts, (Mapping, NoneType), "a mapping: parts by name")
+        require_positive("max_grad_norm", max_grad_norm)
+        require_positive("skip_grad_norm_threshold", skip_grad_norm_threshold)
         self.model = model
         self.optimizers: Mapping[str, Optimizer] = (
             {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else dict(optimizer)
         )
         self.scheduler = scheduler
         self.parts: MutableMapping[str, Any] = dict(parts or {})
+        _require_names(self.optimizers, self.parts)
+        _require_savable({"scheduler": scheduler, **self.parts})
         self.max_grad_norm = max_grad_norm
         self.skip_grad_norm_threshold = skip_grad_norm_threshold
         self.ranks = Ranks.create(process_group)
         self._not_ready: str | None = None
+        self._begins_anew = False
         self._holders: dict[str, int] | None = None
         with self.ranks.together("build the engine"):
-            for name in (*self.optimizers, *self.parts):
-                if name in _RESERVED or (name in self.optimizers and name in self.parts):
-                    raise ValueError(f"a part or optimizer can't be named {name!r}: that name is taken")
-            _require_savable({"scheduler": scheduler, **self.parts})
             require_all_named(ParameterNames.of(model), self.optimizers)
             _require_gradients_to_measure(self.optimizers)
 
@@ -90,19 +99,28 @@ class TrainEngine:
     def train_step(self, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], Tensor]) -> float:
         """Forward and backward over the micro-batches of one step; gradients add up to those of their mean loss.
 
+        They are added to what `.grad` holds; after a load that is dropped first: it is of other weights.
+
         Args:
-            batches: The micro-batches, at least one.
+            batches: The micro-batches, at least one: `[batch]` for a step over one.
             loss_fn: `loss_fn(model, batch)` gives a 0-dim loss.
 
         Returns:
             This rank's mean loss.
+
+        Raises:
+            TypeError: A batch stands where a list of them is meant, or the loss is not one number.
         """
-        micro_batches = list(batches)
-        if not micro_batches:
-            raise ValueError("a training step needs at least one batch")
+        micro_batches = micro_batches_of(batches)
+        require_callable("loss_fn", loss_fn, "a function: loss_fn(model, batch) gives the loss")
+        if self._begins_anew:
+            self.model.zero_grad(set_to_none=True)
+            self._begins_anew = False
         total: Tensor | None = None
         for batch in micro_batches:
-            loss = loss_fn(self.model, batch) / len(micro_batches)
+            loss = loss_fn(self.model, batch)
+            require_loss(loss)
+            loss = loss / len(micro_batches)
             loss.backward()
             part = loss.detach().to(torch.float32)
             total = part if total is None else total + part
@@ -111,6 +129,10 @@ class TrainEngine:
 
     def clip_grad_norm(self) -> Tensor:
         """Measure the total gradient norm over all ranks and clip to `max_grad_norm`; collective.
+
+        Plain float32 parameters that every rank has whole, on one device, are measured and clipped with the bits of
+        `torch.nn.utils.clip_grad_norm_`. Sharded, split or low-precision gradients are added up in float64: the last
+        bit may differ from torch's, and is the same on every rank.
 
         Returns:
             The norm before clipping: 0-dim, float32, on the host, with the same bits on every rank.
@@ -140,6 +162,7 @@ class TrainEngine:
             StateNotReady: A load failed half-way and none has succeeded since.
         """
         self.require_ready()
+        require_kind("grad_norm", grad_norm, (Tensor, Real), "the norm that clip_grad_norm returned")
         norm = float(grad_norm)
         threshold = self.skip_grad_norm_threshold
         taken = math.isfinite(norm) and (threshold is None or norm <= threshold)
@@ -225,6 +248,7 @@ class TrainEngine:
     def mark_ready(self) -> None:
         """A load has succeeded: the live state is whole again."""
         self._not_ready = None
+        self._begins_anew = True
 
     def require_ready(self) -> None:
         """Raise StateNotReady after a load that failed half-way."""
@@ -276,6 +300,13 @@ def _require_kinds(model: Any, optimizer: Any, scheduler: Any) -> None:
     driven = getattr(scheduler, "optimizer", None)
     if driven is not None and not any(driven is each for each in given):
         raise ValueError("the scheduler drives another optimizer than the engine's: build it on that one")
+
+
+def _require_names(optimizers: Mapping[str, Optimizer], parts: Mapping[str, Any]) -> None:
+    for name in (*optimizers, *parts):
+        require_kind("the name of an optimizer or part", name, str, "a string")
+        if name in _RESERVED or (name in optimizers and name in parts):
+            raise ValueError(f"a part or optimizer can't be named {name!r}: that name is taken")
 
 
 def _require_savable(parts: Mapping[str, Any]) -> None:

@@ -9,12 +9,13 @@
     │  ├─ CheckpointUnsafe        content outside the allow-list; names the global
     │  ├─ CheckpointMismatch      (ValueError too) keys, shapes, dtypes, groups differ from the live objects
     │  ├─ RootNotShared           a rank doesn't see the directory that the coordinator made
-    │  └─ StorageFull             the checkpoint needs more space than there is; nothing was written
+    │  └─ StorageFull             the checkpoint needs more space than there is; nothing was published
     ├─ HostMemoryError            (MemoryError too) the arena is larger than this host can give
     ├─ OptimizerRefused           (TypeError too)  a class, option, parameter or gradient orlop can't step exactly
     ├─ ParameterReplaced          (RuntimeError too) the model's parameters are not the optimizer's any more
     ├─ RankFailed                 (RuntimeError too) another rank failed with an error that is not orlop's
-    └─ StateNotReady              (RuntimeError too) step or save after a failed load or a torn step
+    ├─ StateNotReady              (RuntimeError too) step or save after a failed load or a torn step
+    └─ StorageRefused             (OSError too) the system lets nothing be read or written at that path
 
 Every error says what happened, where (leaf, file, rank), what was expected and found, and what to do: the
 message holds it as text, the attributes hold it for programs. Owns no behaviour; imports nothing of orlop.
@@ -108,7 +109,7 @@ class RootNotShared(CheckpointError):
 
 
 class StorageFull(CheckpointError):
-    """The checkpoint needs more space than its file system has left; nothing was written or removed."""
+    """The checkpoint needs more space than its file system has left; nothing was published or removed."""
 
 
 class HostMemoryError(OrlopError, MemoryError):
@@ -129,3 +130,7 @@ class RankFailed(OrlopError, RuntimeError):
 
 class StateNotReady(OrlopError, RuntimeError):
     """The live state is half old, half new; load a checkpoint before stepping or saving."""
+
+
+class StorageRefused(OrlopError, OSError):
+    """The operating system lets nothing be read or written at a path: permissions, or something else stands there."""

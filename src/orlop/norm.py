@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import get_total_norm
 
 from orlop import compat
-from orlop.ranks import Ranks
+from orlop.ranks import Ranks, add_up
 
 __all__ = ["clip", "count_holders", "total_norm"]
 
@@ -33,6 +34,10 @@ def count_holders(names: Iterable[str], ranks: Ranks) -> dict[str, int]:
 def total_norm(gradients: Mapping[str, Tensor], holders: Mapping[str, int], ranks: Ranks) -> Tensor:
     """The 2-norm of all gradients, every element counted once; collective.
 
+    Where every rank has all parameters, plain, in float32 and on one device, it has the bits of
+    `torch.nn.utils.get_total_norm`. Elsewhere tensors' norms are added up in float64, so that neither a rank's share
+    nor a low precision is rounded away; the last bit may then be another one than torch's.
+
     Args:
         gradients: This rank's gradients by the parameter's name: plain or DTensor, on device or host.
         holders: From `count_holders`.
@@ -41,6 +46,31 @@ def total_norm(gradients: Mapping[str, Tensor], holders: Mapping[str, int], rank
     Returns:
         A 0-dim float32 tensor on the host, with the same bits on every rank.
     """
+    is_whole = _is_whole(gradients, holders, ranks)
+    mine = get_total_norm(list(gradients.values())).item() if is_whole else _squares(gradients, holders)
+    everyone = ranks.gather_floats(is_whole, mine)
+    if all(whole for whole, _ in everyone) and len({repr(value) for _, value in everyone}) == 1:
+        return torch.tensor(mine, dtype=torch.float32)
+    squares = [value for _, value in everyone]
+    if any(whole for whole, _ in everyone):
+        # Replicas that differ, or a rank that has no gradients.
+        squares = [value for (value,) in ranks.gather_floats(_squares(gradients, holders))]
+    return torch.tensor(add_up(squares), dtype=torch.float64).sqrt_().to(torch.float32)
+
+
+def _is_whole(gradients: Mapping[str, Tensor], holders: Mapping[str, int], ranks: Ranks) -> bool:
+    """Whether this rank alone has what a run in one process would have."""
+    values = list(gradients.values())
+    return (
+        bool(values)
+        and all(holders[name] == ranks.world_size for name in gradients)
+        and all(type(each) is Tensor and each.layout == torch.strided for each in values)
+        and {(each.device, each.dtype) for each in values} == {(values[0].device, torch.float32)}
+    )
+
+
+def _squares(gradients: Mapping[str, Tensor], holders: Mapping[str, int]) -> float:
+    """This rank's share of the squared norm."""
     norms: dict[torch.device, list[Tensor]] = {}
     weights: dict[torch.device, list[float]] = {}
     for name, gradient in gradients.items():
@@ -55,7 +85,7 @@ def total_norm(gradients: Mapping[str, Tensor], holders: Mapping[str, int], rank
     for device, values in norms.items():
         weight = torch.tensor(weights[device], dtype=torch.float64, device=device)
         squares += torch.stack(values).square_().mul_(weight).sum().item()
-    return torch.tensor(ranks.sum(squares), dtype=torch.float64).sqrt_().to(torch.float32)
+    return squares
 
 
 def _shards(gradient: Tensor) -> int:

@@ -11,23 +11,18 @@ whether or not its block failed.
 from __future__ import annotations
 
 import logging
-import os
-import re
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 from orlop import errors
-from orlop.errors import OrlopError, RankFailed
+from orlop.failures import Failure, as_error, failures_of, lost_rank
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "add_up"]
 
 T = TypeVar("T")
 
@@ -35,18 +30,6 @@ _log = logging.getLogger("orlop")
 
 # The default group is held weakly: a destroyed group must not live on here until the interpreter exits.
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
-    """One rank's failure as plain text: an exception that can't be pickled must not break the gather."""
-
-    kind: str
-    what: str
-    where: str | None = None
-    expected: str | None = None
-    found: str | None = None
-    todo: str | None = None
 
 
 class Ranks:
@@ -102,16 +85,41 @@ class Ranks:
         values = self.gather(value)
         return all(other == values[0] for other in values)
 
+    def require_alike(self, what: str, asked: Mapping[str, object]) -> None:
+        """Raise on every rank where they were asked for different things. Collective.
+
+        Args:
+            what: What they were asked to do, for the message: "save".
+            asked: Arguments, by name; compared as text.
+
+        Raises:
+            CheckpointMismatch: Names the argument, the rank and both values.
+        """
+        everyone = self.gather({name: repr(value) for name, value in asked.items()})
+        for rank, theirs in enumerate(everyone):
+            for name, value in theirs.items():
+                if value != everyone[0][name]:
+                    raise errors.CheckpointMismatch(
+                        f"ranks were asked to {what} in different ways; nothing was changed",
+                        where=f"{name}, rank {rank}",
+                        expected=f"as on rank 0: {everyone[0][name]}",
+                        found=value,
+                        todo="give every rank the same arguments",
+                    )
+
+    def gather_floats(self, *values: float) -> list[tuple[float, ...]]:
+        """Every rank's float64 values, in rank order; all ranks give as many."""
+        if self.group is None:
+            return [values]
+        gathered = [torch.zeros(len(values), dtype=torch.float64) for _ in range(self.world_size)]
+        dist.all_gather(gathered, torch.tensor(values, dtype=torch.float64), group=self.group)
+        return [tuple(other.tolist()) for other in gathered]
+
     def sum(self, value: float) -> float:
         """The float64 sum over ranks, added in rank order: the same bits on every rank and in every run."""
         if self.group is None:
             return value
-        values = [torch.zeros((), dtype=torch.float64) for _ in range(self.world_size)]
-        dist.all_gather(values, torch.tensor(value, dtype=torch.float64), group=self.group)
-        total = 0.0
-        for other in values:
-            total += other.item()
-        return total
+        return add_up(other for (other,) in self.gather_floats(value))
 
     def on_coordinator(self, what: str, act: Callable[[], T]) -> T:
         """Run `act` on the coordinator alone and give its result to all ranks; its failure is every rank's.
@@ -148,22 +156,30 @@ class Ranks:
             raise raised
         if failures:
             # Every rank says the one cause in one error; its tracebacks are for those who turn on debugging.
-            raise _as_error(what, failures, self.world_size) from None
+            raise as_error(what, failures, self.world_size) from None
 
-    def _exchange(self, what: str, raised: BaseException | None) -> dict[int, _Failure]:
-        mine = {} if raised is None else _failures(raised, self.rank)
+    def _exchange(self, what: str, raised: BaseException | None) -> dict[int, Failure]:
+        mine = {} if raised is None else failures_of(raised, self.rank, what)
         if raised is not None:
             _log.debug("rank %d could not %s", self.rank, what, exc_info=raised)
         try:
             everyone = self.gather(mine)
         except Exception as error:
             # A failed gather is final: the peer is gone or stuck, and this group with it.
-            raise _lost_rank(what, self.rank, raised if raised is not None else error) from None
-        merged: dict[int, _Failure] = {}
+            raise lost_rank(what, self.rank, raised if raised is not None else error) from None
+        merged: dict[int, Failure] = {}
         for failures in everyone:
             for rank, failure in failures.items():
                 merged.setdefault(rank, failure)
         return dict(sorted(merged.items()))
+
+
+def add_up(values: Iterable[float]) -> float:
+    """The sum, one by one: from Python 3.12 on, `sum` compensates, and the bits would depend on the version."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
 
 
 def _control_group() -> dist.ProcessGroup:
@@ -174,58 +190,3 @@ def _control_group() -> dist.ProcessGroup:
         group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
         _control_groups[default] = group
     return group
-
-
-def _failures(raised: BaseException, rank: int) -> dict[int, _Failure]:
-    # Torch's CheckpointException carries the causes of all ranks, and every rank raises it.
-    if isinstance(raised, CheckpointException) and raised.failures:
-        return {at: _failure(*wrapped) for at, wrapped in raised.failures.items()}
-    return {rank: _failure(raised, traceback.extract_tb(raised.__traceback__))}
-
-
-def _failure(raised: BaseException, frames: Iterable[traceback.FrameSummary]) -> _Failure:
-    if isinstance(raised, OrlopError):
-        return _Failure(
-            kind=type(raised).__name__,
-            what=raised.what,
-            where=raised.where,
-            expected=raised.expected,
-            found=raised.found,
-            todo=raised.todo,
-        )
-    return _Failure(kind="", what=_one_line(raised) + _place(frames))
-
-
-def _lost_rank(what: str, rank: int, seen: BaseException) -> RankFailed:
-    cause = _one_line(seen)
-    stuck = re.search(r"timed? ?out", cause, re.IGNORECASE) is not None
-    story = "a rank did not answer within the group's timeout" if stuck else "a rank went away"
-    return RankFailed(
-        f"{story}; could not {what}",
-        where=f"seen on rank {rank}",
-        found=cause,
-        todo="look at the other ranks' logs for the one that died or hangs, and restart all ranks",
-    )
-
-
-def _place(frames: Iterable[traceback.FrameSummary]) -> str:
-    """Where it was raised, since no traceback is shown: ` (filesystem.py:861 in read_data)`."""
-    last = next(reversed(list(frames)), None)
-    return "" if last is None else f" ({os.path.basename(last.filename)}:{last.lineno} in {last.name})"
-
-
-def _one_line(raised: BaseException) -> str:
-    text = str(raised).strip()
-    return f"{type(raised).__name__}: {text}" if text else type(raised).__name__
-
-
-def _as_error(what: str, failures: dict[int, _Failure], world_size: int) -> OrlopError:
-    # An error of orlop's own names the cause; another rank's OSError or lost connection may only be its echo.
-    rank, first = next(((r, f) for r, f in failures.items() if f.kind), next(iter(failures.items())))
-    kind = getattr(errors, first.kind, None) if first.kind else None
-    ranks = ", ".join(map(str, failures))
-    place = None if world_size == 1 else f"rank {rank}" + (f" (failed: {ranks})" if len(failures) > 1 else "")
-    where = "; ".join(text for text in (place, first.where) if text) or None
-    if isinstance(kind, type) and issubclass(kind, OrlopError):
-        return kind(first.what, where=where, expected=first.expected, found=first.found, todo=first.todo)
-    return RankFailed(f"could not {what}", where=where, found=first.what)

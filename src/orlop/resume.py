@@ -14,6 +14,7 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -22,23 +23,31 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from orlop import compat
+from orlop.arguments import require_path
 from orlop.dcp.layout import local_box
+from orlop.dcp.places import holds_checkpoint, no_checkpoint, nothing_there
 from orlop.dcp.planner import FlatLoadPlanner
 from orlop.dcp.reader import Reader, ReadReport
 from orlop.dcp.storage import ReadMetadataOnce
-from orlop.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, CheckpointNotFound
+from orlop.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointMismatch,
+    CheckpointNotFound,
+)
 from orlop.phases import phase
 from orlop.ranks import Ranks
 from orlop.state.absence import Stored, stored_leaves
-from orlop.state.agreement import union_groups
 from orlop.state.expectation import Expectation, expect, merge_claims
 from orlop.state.facts import compare_facts
 from orlop.state.parts import Live
 from orlop.state.plain import digest
-from orlop.state.policy import LoadPolicy, Options
+from orlop.state.policy import LoadPolicy, Options, require_options
 from orlop.state.report import Finding, LoadReport, Verdict, name_ranks, require_no_faults
+from orlop.state.shared_groups import union_groups
 from orlop.store.manifest import Manifest
-from orlop.store.objects import directory_at
+from orlop.store.objects import directory_at, locate
 
 __all__ = ["LoadPolicy", "LoadReport", "resume_checkpoint"]
 
@@ -111,6 +120,8 @@ def resume_checkpoint(
         CheckpointMismatch: It does not fit; on every rank alike, and nothing was changed.
         OrlopError: On every rank, when any rank failed.
     """
+    require_path("weights_dir", path)
+    require_options(policy=policy, load_states=load_states, load_args=load_args)
     ranks = engine.ranks
     options = Options(
         load_states=load_states,
@@ -120,6 +131,7 @@ def resume_checkpoint(
         is_auto=is_auto,
     )
     with phase("load") as measured:
+        ranks.require_alike("load", options.plain())
         with ranks.together("look at the checkpoint"):
             source = _open(path, storage_reader)
             expected = expect(engine, source.stored, source.manifest, options)
@@ -132,7 +144,7 @@ def resume_checkpoint(
         with ranks.together("compare the checkpoint with the live objects"):
             expected.decide(small, source.metadata.planner_data)
         findings = _agree(expected, ranks, source.place)
-        _announce(findings, ranks)
+        _announce(findings, expected.strangers, ranks)
         _fill_and_install(engine, source, expected, small)
     read = source.report
     return LoadReport(
@@ -152,8 +164,13 @@ def _open(path: str | os.PathLike[str], storage_reader: StorageReader | None) ->
     reader = storage_reader if storage_reader is not None else Reader(directory_at(path), allow_gaps=True)
     try:
         metadata = reader.read_metadata()
-    except CheckpointNotFound:
-        raise
+    except (CheckpointNotFound, CheckpointIncomplete):
+        location = locate(path)
+        if storage_reader is not None or holds_checkpoint(location):
+            raise
+        if isinstance(location, Path) and not location.exists():
+            raise nothing_there(location) from None
+        raise no_checkpoint(location) from None
     except FileNotFoundError as error:
         raise CheckpointNotFound("there is no checkpoint", where=place, found=str(error)) from error
     except (pickle.UnpicklingError, EOFError) as error:
@@ -221,7 +238,7 @@ def _agree(expected: Expectation, ranks: Ranks, place: str) -> list[Finding]:
     return [*expected.findings, *stray]
 
 
-def _announce(findings: list[Finding], ranks: Ranks) -> None:
+def _announce(findings: list[Finding], strangers: list[str], ranks: Ranks) -> None:
     """One warning for all ranks together, with counts and a few names."""
     notable = {verdict: [f.leaf for f in findings if f.verdict == verdict] for verdict, _ in _NOTABLE}
     if not ranks.equal(digest(notable)):
@@ -236,6 +253,12 @@ def _announce(findings: list[Finding], ranks: Ranks) -> None:
         for verdict, text in _NOTABLE
         if (leaves := notable[verdict])
     ]
+    if strangers:
+        # The same on every rank.
+        texts.append(
+            f"parts of the checkpoint that nothing here takes stay there: {', '.join(strangers)} "
+            "(give them to the engine, or leave them by LoadPolicy(skip_parts=...))"
+        )
     if texts and ranks.is_coordinator:
         _log.warning("%s", "; ".join(texts))
 

@@ -12,6 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
 from orlop import compat
+from orlop.arguments import require_flags, require_path
+from orlop.dcp.collector import without_collection
 from orlop.dcp.layout import describe_meshes
 from orlop.dcp.planner import FlatSavePlanner
 from orlop.dcp.storage import AliasingWriter
@@ -41,6 +44,7 @@ _log = logging.getLogger("orlop")
 _SHOWN = 5
 
 
+@without_collection()
 def save_checkpoint(
     engine: Live,
     path: str | os.PathLike[str],
@@ -70,31 +74,45 @@ def save_checkpoint(
         step: The training step, for the manifest.
         storage_writer: Writes the checkpoint instead; then there is no manifest and no renaming.
         key_prefix: Put before every key.
-        fingerprint: Whether the manifest holds a digest of every leaf.
+        fingerprint: Whether the manifest holds a digest of every leaf. Replicas whose contents differ by rank (plain
+            tensors count as replicas; one rank's is saved) are then warned of, by name.
         on_partial: Called on every rank with the partial directory, before the first byte is written.
 
     Raises:
         CheckpointExists: `path` holds something already.
         CheckpointIncomplete: The ranks together do not hold all of a tensor.
-        CheckpointMismatch: Ranks disagree about a tensor, a part of one is not one box, or state that differs by rank
-            can't be recorded.
+        CheckpointMismatch: Ranks were asked for different things or disagree about a tensor or a param group, a part
+            of a tensor is not one box, or state that differs by rank can't be recorded.
         RootNotShared: A rank doesn't see the directory that the coordinator made for the checkpoint.
         StorageFull: There is not enough space for it; nothing was written.
         StateNotReady: A load failed half-way and none has succeeded since.
         OrlopError: On every rank, when any rank failed.
     """
+    if storage_writer is None:
+        require_path("weights_dir", path)
+    require_flags(
+        save_optimizer=save_optimizer,
+        include_frozen=include_frozen,
+        materialize_absent=materialize_absent,
+        fingerprint=fingerprint,
+    )
     if optimizer_layout not in get_args(Layout):
         raise ValueError(f"optimizer_layout is one of {get_args(Layout)}, not {optimizer_layout!r}")
     ranks = engine.ranks
+    options = SaveOptions(
+        key_prefix=key_prefix, layout=optimizer_layout, materialize_absent=materialize_absent
+    )
+    place = None if storage_writer is not None else os.fspath(path)
+    asked = {"path": place, "step": step, "save_optimizer": save_optimizer, "include_frozen": include_frozen}
     with phase("collect"):
+        ranks.require_alike("save", {**asked, **asdict(options), "fingerprint": fingerprint})
         with ranks.together("collect the parts"):
             engine.require_ready()
             local = collect(engine, save_optimizer=save_optimizer, include_frozen=include_frozen)
-        options = SaveOptions(
-            key_prefix=key_prefix, layout=optimizer_layout, materialize_absent=materialize_absent
-        )
         collected = agree(local, ranks, options, engine.optimizers)
         digests = fingerprint_leaves(collected, ranks) if fingerprint else None
+        if digests is not None:
+            _warn_of_torn(digests, ranks)
     with phase("save"):
         if storage_writer is not None:
             _require_even(collected)
@@ -102,6 +120,27 @@ def save_checkpoint(
             return
         manifest = _describe(engine, collected, step, digests, key_prefix)
         _write_and_publish(collected, locate(path), manifest, ranks, on_partial)
+
+
+def _warn_of_torn(digests: Fingerprint, ranks: Ranks) -> None:
+    """One warning for all ranks. Not an error: running statistics may differ on purpose."""
+    if digests.torn and ranks.is_coordinator:
+        shown = [
+            f"{key} ({' differs from '.join(f'rank {_listed(group)}' for group in groups)})"
+            for key, groups in list(digests.torn.items())[:_SHOWN]
+        ]
+        more = ", …" if len(digests.torn) > _SHOWN else ""
+        _log.warning(
+            "replica content differs: %d leaves are not the same on all ranks that hold them, and only one rank's is "
+            "saved: %s%s; what belongs to one rank alone needs a DTensor, or a name of its own",
+            len(digests.torn),
+            ", ".join(shown),
+            more,
+        )
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _require_even(collected: Collected) -> None:
@@ -131,7 +170,7 @@ def _write_and_publish(
         if on_partial is not None:
             with ranks.together("announce the partial directory"):
                 on_partial(pending.path)
-        writer = Writer(pending.directory)
+        writer = Writer(pending.directory, manifest=True)
         _write(collected, writer, ranks, pending.require_space)
 
         def finish() -> None:
@@ -182,6 +221,7 @@ def _describe(
         "absent": collected.absent,
         "uneven": collected.uneven,
         "left_out": collected.left_out,
+        "group_firsts": collected.group_firsts,
         "aliases": {alias[cut:]: key[cut:] for alias, key in collected.aliases.items()},
         "parts": collected.kinds,
         "fingerprint": None if digests is None else dict(digests.leaves),

@@ -6,32 +6,36 @@ Owns the order of things in a run: resume, step, report, save, stop. Must not kn
 
 from __future__ import annotations
 
-import copy
 import logging
 import operator
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from orlop.arguments import require_callable, require_count, require_engine, require_kind
 from orlop.batches import call_model, count_tokens_of
+from orlop.checkpoints import CheckpointStore
 from orlop.configs import LoadCheckpointConfig
 from orlop.display import progress_bar
-from orlop.resume import LoadPolicy
+from orlop.rates import learning_rates, put_schedule_back, schedule_of, scheduled_keys
+from orlop.resume import LoadPolicy, LoadReport
 from orlop.signals import sigterm
 from orlop.state.data import DataStream
+from orlop.state.policy import require_options
 from orlop.state.progress import Progress
 from orlop.state.rng import RngState
 from orlop.store.metrics import MetricsLog, StepRecord
 from orlop.store.objects import Url
 
 if TYPE_CHECKING:
-    from orlop.checkpoints import CheckpointStore
     from orlop.engine import TrainEngine
 
 _log = logging.getLogger("orlop")
@@ -46,12 +50,15 @@ class Trainer:
 
     Args:
         engine: Model, optimizers and scheduler.
-        store: The run's own checkpoints; where it holds one, the run resumes from that.
+        store: The run's own checkpoints; where it holds one, the run resumes from that. A path stands for
+            `CheckpointStore(path)`.
         data: This rank's batches, iterable once per epoch (see `DataStream`).
         total_steps: Where the run ends.
         save_every: Steps between checkpoints; the last step is always saved.
-        resume: Where a run without a checkpoint of its own starts from.
+        resume: Where a run without a checkpoint of its own starts from: a config, or the checkpoint's path alone.
         policy: What loading may tolerate; by default, nothing.
+        load_args: False keeps this script's hyperparameters (lr, betas, ...) when the run resumes; a scheduler goes on
+            at its place, from this script's rates. By default the checkpoint's win, and what differs is logged.
         loss_fn: `(model, batch) -> 0-dim loss`. By default the model is called with the batch (mappings as
             keywords, lists and tuples as arguments) and returns the loss, or an object with `.loss`.
         count_tokens: `batch -> int`, for the records. By default the elements of the batch's first tensor
@@ -71,38 +78,46 @@ class Trainer:
     def __init__(
         self,
         engine: TrainEngine,
-        store: CheckpointStore,
+        store: CheckpointStore | str | os.PathLike[str],
         data: Iterable[Any],
         *,
         total_steps: int,
         save_every: int,
-        resume: LoadCheckpointConfig | None = None,
+        resume: LoadCheckpointConfig | str | os.PathLike[str] | None = None,
         policy: LoadPolicy | None = None,
+        load_args: bool = True,
         loss_fn: LossFn | None = None,
         count_tokens: Callable[[Any], int] | None = None,
         accumulate: int = 1,
         hooks: Sequence[Any] = (),
-        metrics_path: Path | None = None,
+        metrics_path: str | os.PathLike[str] | None = None,
         progress_bar: bool = True,
     ) -> None:
+        require_engine(engine)
+        require_options(policy=policy, load_args=load_args)
         for name, value in (
             ("total_steps", total_steps),
             ("save_every", save_every),
             ("accumulate", accumulate),
         ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1; it is {value}")
+            require_count(name, value, 1)
+        for name, function in (("loss_fn", loss_fn), ("count_tokens", count_tokens)):
+            if function is not None:
+                require_callable(name, function, "a function")
+        require_kind("data", data, Iterable, "iterable, once per epoch, such as a DataLoader")
+        require_kind("hooks", hooks, Iterable, "a sequence of hooks", "hooks=[hook]")
         self.engine = engine
-        self.store = store
+        self.store = store if isinstance(store, CheckpointStore) else CheckpointStore(store)
         self.total_steps = total_steps
         self.save_every = save_every
         self.accumulate = accumulate
         self.hooks = tuple(hooks)
-        self.metrics = MetricsLog(metrics_path or _metrics_path(store))
+        self.metrics = MetricsLog(_metrics_path(self.store) if metrics_path is None else Path(metrics_path))
         self.data = DataStream(data)
         self.progress = Progress()
-        self._start_from = resume or LoadCheckpointConfig()
+        self._start_from = _start_from(resume)
         self._policy = policy or LoadPolicy()
+        self._load_args = load_args
         self._loss_fn = loss_fn or call_model
         self._count_tokens = count_tokens or count_tokens_of
         self._progress_bar = progress_bar and engine.ranks.is_coordinator
@@ -132,34 +147,48 @@ class Trainer:
         return not stopped
 
     def _resume(self) -> None:
-        own = self.store.resume(self.engine, policy=self._policy)
+        own = self.store.resume(self.engine, policy=self._policy, load_args=self._load_args)
         if own is not None:
             self._say("resumed from %s", own.path)
+            self._tell_of_differences(own.report)
         elif self._start_from.checkpoint_path is not None:
             self._start_elsewhere(self._start_from.checkpoint_path)
         ranks, step = self.engine.ranks, self.progress.step
-        ranks.on_coordinator("preparing the metrics", lambda: self.metrics.rewind(step))
+        ranks.on_coordinator("prepare the metrics", lambda: self.metrics.rewind(step))
         if step >= self.total_steps:
-            self._say("nothing to do: step %d of %d is done", step, self.total_steps)
+            self._warn("already complete: step %d of %d is done, nothing to do", step, self.total_steps)
+
+    def _tell_of_differences(self, report: LoadReport) -> None:
+        """What the script says and the checkpoint says otherwise; where a scheduler has moved a value, neither does."""
+        moved = scheduled_keys(self.engine.optimizers)
+        differ = [str(each) for each in report.differences if each.key not in moved]
+        if differ and self._load_args:
+            self._warn(
+                "the checkpoint's hyperparameters win over this script's (Trainer(load_args=False) keeps the "
+                "script's): %s",
+                "; ".join(differ),
+            )
+        elif differ:
+            self._say("this script's hyperparameters stay: %s", "; ".join(differ))
 
     def _start_elsewhere(self, path: Path | str) -> None:
         config = self._start_from
-        schedule = _schedule(self.engine)
+        schedule = schedule_of(self.engine.optimizers)
         self.engine.load_dcp(
             path,
             load_states=config.load_optimizer_states,
-            load_args=config.load_optimizer_args,
+            load_args=config.load_optimizer_args and self._load_args,
             policy=replace(self._policy, skip_parts=self._policy.skip_parts | config.skip_parts),
         )
         if not config.load_scheduler and self.engine.scheduler is not None:
-            _put_back(self.engine, schedule)
+            put_schedule_back(self.engine.optimizers, schedule)
         self._say("; ".join([f"started from {path}", *config.clean_starts(self.total_steps)]))
 
     def _step(self, asked: threading.Event) -> tuple[StepRecord, bool]:
         """One step on every rank; also whether any rank was asked to stop, agreed by all."""
         began = time.perf_counter()
         batches = self.data.take(self.accumulate)
-        lr = _learning_rates(self.engine)
+        lr = learning_rates(self.engine.optimizers)
         loss = self.engine.train_step(batches, self._loss_fn)
         norm = self.engine.clip_grad_norm()
         stepped = self.engine.step_optimizer(norm)
@@ -187,7 +216,7 @@ class Trainer:
 
     def _save(self) -> None:
         # A published checkpoint promises every record up to its step.
-        self.engine.ranks.on_coordinator("syncing the metrics", self.metrics.make_durable)
+        self.engine.ranks.on_coordinator("sync the metrics", self.metrics.make_durable)
         path = self.store.save(self.engine, self.progress.step)
         self._call_hooks("after_publish", path)
 
@@ -202,6 +231,18 @@ class Trainer:
     def _say(self, text: str, *values: object) -> None:
         if self.engine.ranks.is_coordinator:
             _log.info(text, *values)
+
+    def _warn(self, text: str, *values: object) -> None:
+        if self.engine.ranks.is_coordinator:
+            _log.warning(text, *values)
+
+
+def _start_from(resume: LoadCheckpointConfig | str | os.PathLike[str] | None) -> LoadCheckpointConfig:
+    if isinstance(resume, LoadCheckpointConfig):
+        return resume
+    kinds = (str, os.PathLike, NoneType)
+    require_kind("resume", resume, kinds, "a LoadCheckpointConfig, or a checkpoint's path")
+    return LoadCheckpointConfig(checkpoint_path=None if resume is None else os.fspath(resume))
 
 
 def _metrics_path(store: CheckpointStore) -> Path:
@@ -218,32 +259,3 @@ def _add_parts(parts: MutableMapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, part in own.items():
         parts.pop(name, None)
         parts[name] = part
-
-
-_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
-
-
-def _groups(engine: TrainEngine) -> list[dict[str, Any]]:
-    """All param groups, optimizer after optimizer; asked anew each time, as a stock optimizer replaces
-    them."""
-    return [group for optimizer in engine.optimizers.values() for group in optimizer.param_groups]
-
-
-def _learning_rates(engine: TrainEngine) -> list[float]:
-    return [float(group["lr"]) for group in _groups(engine) if "lr" in group]
-
-
-def _schedule(engine: TrainEngine) -> list[dict[str, Any]]:
-    """What the scheduler has written into each group."""
-    return [
-        {key: copy.deepcopy(group[key]) for key in _SCHEDULED if key in group} for group in _groups(engine)
-    ]
-
-
-def _put_back(engine: TrainEngine, schedule: list[dict[str, Any]]) -> None:
-    for group, values in zip(_groups(engine), schedule, strict=True):
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and isinstance(group[key], torch.Tensor):
-                group[key].copy_(value)
-            else:
-                group[key] = value

@@ -1,5 +1,6 @@
 """CheckpointStore on two real ranks: one choice for all, one error for all."""
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -113,13 +114,17 @@ def test_a_refusal_is_the_same_typed_error_on_both_ranks(tmp_path: Path) -> None
 def save_into(rank: int, roots: list[Path]) -> tuple[str, str, list[int]]:
     publish.VISIBLE_SECONDS = 0.3
     _, engine = build()
-    store = orlop.CheckpointStore(roots[rank])
+    # One path for all, and another directory behind it on one node.
+    os.chdir(roots[rank].parent)
+    store = orlop.CheckpointStore(roots[rank].name)
     kind, text = error_of(lambda: store.save(engine, 1))
     return kind, text, store.steps()
 
 
 def test_c22_a_root_that_is_not_shared_is_named_at_the_first_save(tmp_path: Path) -> None:
     roots = [tmp_path / "node0" / "run", tmp_path / "node0" / "run", tmp_path / "node1" / "run"]
+    for root in roots[1:]:
+        root.parent.mkdir()
     for kind, text, steps in run_ranks(save_into, 3, roots):
         assert kind == "RootNotShared"
         assert "rank 2" in text

@@ -173,7 +173,7 @@ REFUSED = [
     (_no_metadata, "CheckpointIncomplete", [".metadata", "copy"]),
     (_no_folder, "CheckpointNotFound", ["copy"]),
     (_other_step, "CheckpointMismatch", ["copy", "different checkpoints"]),
-    (_more_parts, "CheckpointMismatch", ["missing: extra"]),
+    (_more_parts, "CheckpointMismatch", ["missing part: extra"]),
     (_other_shape, "CheckpointMismatch", ["model.calls", "(3,)", "(2,)"]),
 ]
 TORN = [

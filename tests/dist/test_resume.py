@@ -294,9 +294,28 @@ def _fail_save(rank, folder):
 def test_a_full_disk_on_one_rank_fails_all_and_publishes_nothing(tmp_path):
     (first, left), (second, _) = run_ranks(_fail_save, 2, str(tmp_path), timeout_seconds=60)
     assert first == second
-    assert first[0] == "RankFailed"
+    assert first[0] == "StorageFull"
     assert "rank 1" in first[1]
+    assert "make room there" in first[1]
     assert "No space left on device" in first[1]
+    assert left == []
+
+
+def _save_apart(rank, folder):
+    engine = _engine()
+    before = _state(engine)
+    error = _caught(lambda: engine.save_dcp(f"{folder}/x{rank}"))
+    _equal(before, _state(engine))
+    return error, os.listdir(folder)
+
+
+def test_a_path_that_differs_by_rank_is_one_error_that_names_both(tmp_path):
+    (first, left), (second, _) = run_ranks(_save_apart, 2, str(tmp_path), timeout_seconds=60)
+    assert first == second
+    assert first[0] == "CheckpointMismatch"
+    assert f"{tmp_path}/x0" in first[1]
+    assert f"{tmp_path}/x1" in first[1]
+    assert "rank 1" in first[1]
     assert left == []
 
 

@@ -109,8 +109,12 @@ def test_another_number_of_ranks_gets_no_other_ranks_stream_in_silence(tmp_path,
     """D05, F08, F09."""
     run_ranks(_save, saved, str(tmp_path))
     for error, ignored, report in run_ranks(_load, now, str(tmp_path)):
-        assert f"saved for each of {saved} ranks, and there are {now} ranks now; nothing was changed" in error
-        assert "LoadPolicy(skip_parts=" in error
+        are = "is 1 rank" if now == 1 else f"are {now} ranks"
+        for name in OWN:
+            assert (
+                f"other ranks: {name} (it was saved for each of {saved} ranks, and there {are} now)" in error
+            )
+        assert "LoadPolicy(skip_parts={'data', 'rng'})" in error
         assert set(ignored) == set(OWN)
         for name in OWN:
             assert f"it was saved for each of {saved} ranks" in ignored[name]

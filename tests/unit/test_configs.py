@@ -33,12 +33,26 @@ def _model() -> nn.Sequential:
     ],
 )
 def test_adamw_refuses(field: str, value: object) -> None:
-    with pytest.raises(ValidationError, match=field):
+    with pytest.raises(ValueError, match=field) as caught:
         AdamWConfig(**{field: value})
+    assert not isinstance(caught.value, ValidationError)
+    assert "pydantic" not in str(caught.value)
+
+
+def test_every_wrong_field_is_named_once_with_its_value_or_the_field_that_was_meant() -> None:
+    with pytest.raises(ValueError) as caught:
+        AdamWConfig(lr=-1, eps="a", weigth_decay=0.1)
+    assert str(caught.value) == (
+        "AdamWConfig.lr: Input should be greater than or equal to 0; it is -1; "
+        "AdamWConfig.eps: Input should be a valid number, unable to parse string as a number; it is 'a'; "
+        "AdamWConfig has no field 'weigth_decay'; it has weight_decay"
+    )
+    with pytest.raises(ValueError, match=r"^LoadCheckpointConfig.checkpoint_path: .*; it is 3$"):
+        LoadCheckpointConfig(checkpoint_path=3)
 
 
 def test_unknown_load_fields_are_refused() -> None:
-    with pytest.raises(ValidationError, match="load_lr"):
+    with pytest.raises(ValueError, match="has no field 'load_lr'"):
         LoadCheckpointConfig(load_lr=True)
 
 

@@ -1,6 +1,7 @@
 """The documentation says what the code does: its scripts run, its command line and its names are there."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 import orlop
 from orlop.tools.drill.comparison import read_records
+from orlop.tools.drill.runs import RUN_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -31,7 +33,9 @@ def test_the_command_line_page_is_made_of_the_commands_own_help():
 def test_the_scripts_run_and_leave_sound_checkpoints(tmp_path, page, steps):
     (script,) = scripts(page)
     command = [sys.executable, "-c", script, "--run", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    # As in a drill, where `orlop.record` has something to do.
+    drilled = {**os.environ, RUN_VARIABLE: str(tmp_path / "run")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=drilled)
     assert done.returncode == 0, done.stderr
     newest = orlop.CheckpointStore(tmp_path / "run").steps()[-1]
     assert newest == steps

@@ -3,7 +3,13 @@
 import pytest
 from torch.distributed.checkpoint import CheckpointException
 
-from orlop.errors import CheckpointCorrupt, CheckpointMismatch, RankFailed
+from orlop.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    RankFailed,
+    StorageFull,
+    StorageRefused,
+)
 from orlop.ranks import Ranks
 
 
@@ -32,3 +38,23 @@ def test_a_foreign_error_becomes_rank_failed_and_keeps_its_cause():
         raise OSError("disk full")
     assert isinstance(caught.value.__context__, OSError)  # for debuggers; no traceback shows it
     assert caught.value.__suppress_context__
+
+
+def test_what_the_system_refuses_at_a_path_is_said_with_the_path_and_without_a_line_of_code(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageRefused) as caught, Ranks.create().together("begin a checkpoint"):
+        (tmp_path / "file" / "x").mkdir()
+    assert caught.value.what == "could not begin a checkpoint: Not a directory"
+    assert caught.value.where == str(tmp_path / "file" / "x")
+    assert caught.value.todo.startswith("something that is no directory stands in this path")
+    assert isinstance(caught.value, OSError)
+    assert ".py" not in str(caught.value)
+
+
+def test_a_full_disk_is_storage_full_wherever_it_shows():
+    with (
+        pytest.raises(StorageFull, match="could not write: No space left") as caught,
+        Ranks.create().together("write"),
+    ):
+        raise OSError(28, "No space left on device")
+    assert caught.value.todo.startswith("make room")

@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from orlop import swap
+from orlop.checkpoints import CheckpointStore
 from orlop.engine import TrainEngine
 from orlop.errors import (
     CheckpointCorrupt,
@@ -22,11 +23,13 @@ from orlop.errors import (
     CheckpointNotFound,
     CheckpointUnsafe,
     ParameterReplaced,
+    StorageRefused,
 )
 from orlop.resume import LoadPolicy
 from orlop.save import save_checkpoint
 from orlop.state.fingerprint import fingerprint
 from orlop.store.manifest import read_manifest
+from orlop.trainer import Trainer
 
 _kind = "stock"
 
@@ -368,7 +371,7 @@ def test_a_part_can_be_skipped_and_a_missing_one_is_a_fault(tmp_path):
     trained(5, scheduler=False).save_dcp(tmp_path / "x")
     second = make(seed=2)
     before = snapshot(second)
-    with pytest.raises(CheckpointMismatch, match="missing: scheduler"):
+    with pytest.raises(CheckpointMismatch, match="missing part: scheduler"):
         second.load_dcp(tmp_path / "x")
     assert_same(before, snapshot(second))
     second.load_dcp(tmp_path / "x", policy=LoadPolicy(skip_parts=frozenset({"scheduler"})))
@@ -596,20 +599,72 @@ def test_a_byte_leaf_that_runs_code_is_refused(tmp_path):
     before = snapshot(other)
     with pytest.raises(CheckpointUnsafe) as caught:
         other.load_dcp(tmp_path / "x")
-    assert caught.value.where == "scheduler in __0_0.distcp"
+    assert caught.value.where == f"scheduler in {tmp_path / 'x' / '__0_0.distcp'}"
     assert (tmp_path / "victim").exists()
     assert_same(before, snapshot(other))
 
 
 def test_no_checkpoint_is_not_found_and_half_of_one_is_incomplete(tmp_path):
-    with pytest.raises(CheckpointNotFound, match="there is no checkpoint"):
+    with pytest.raises(CheckpointNotFound, match="there is no such directory"):
         make().load_dcp(tmp_path / "x")
     (tmp_path / "x").mkdir()
+    with pytest.raises(CheckpointNotFound, match="there is no checkpoint in this directory"):
+        make().load_dcp(tmp_path / "x")
+    (tmp_path / "x" / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(CheckpointIncomplete, match=r"\.metadata is missing"):
         make().load_dcp(tmp_path / "x")
     (tmp_path / "x" / ".metadata").write_bytes(b"")
     with pytest.raises(CheckpointCorrupt, match=r"\.metadata.* can't be read"):
         make().load_dcp(tmp_path / "x")
+
+
+def test_a_path_that_is_no_checkpoint_is_told_what_it_is_and_what_to_give(tmp_path):
+    run, file = tmp_path / "run", tmp_path / "model.pt"
+    engine = trained()
+    CheckpointStore(run).save(engine, 5)
+    CheckpointStore(run).save(engine, 6)
+    torch.save(engine.model.state_dict(), file)
+    before = snapshot(engine)
+    for path, what, found, todo in (
+        (run / "stpe-5", "there is no such directory", f"{run}, which holds step-00000005", "a checkpoint"),
+        (
+            run,
+            "this is a run's directory, not one checkpoint",
+            "steps 6, 5",
+            f"such as {run / 'step-00000006'}",
+        ),
+        (
+            file,
+            "this is a file, not a directory",
+            None,
+            "reads directories that torch.distributed.checkpoint",
+        ),
+        (tmp_path, "there is no checkpoint in this directory", "model.pt, run", f"{run / 'step-00000005'}"),
+    ):
+        with pytest.raises(CheckpointNotFound, match=what) as caught:
+            engine.load_dcp(path)
+        assert caught.value.where == str(path)
+        assert caught.value.found is None if found is None else found in caught.value.found
+        assert todo in caught.value.todo
+        assert_same(snapshot(engine), before)
+
+
+def test_a_path_under_a_file_is_refused_with_the_file_and_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    engine = trained()
+    for save in (
+        lambda: engine.save_dcp(tmp_path / "file" / "x"),
+        lambda: CheckpointStore(tmp_path / "file").save(engine, 1),
+        lambda: CheckpointStore(tmp_path / "file").resume(engine),
+        lambda: Trainer(engine, tmp_path / "file", [1], total_steps=1, save_every=1).run(),
+    ):
+        with pytest.raises(StorageRefused) as caught:
+            save()
+        assert str(tmp_path / "file") in caught.value.where
+        assert "give another one" in caught.value.todo
+        assert ".py" not in str(caught.value)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_missing_and_truncated_data_files_are_told_apart(tmp_path):
@@ -739,6 +794,18 @@ def test_extra_state_is_set_and_post_hooks_fire(tmp_path):
     assert second.model.extra == {"scale": 5}
     assert len(second.model.loaded) == 1
     assert second.model.a.weight.data_ptr() == pointer
+
+
+@pytest.mark.parametrize("live", [None, torch.empty(0, dtype=torch.uint8), torch.zeros(2)], ids=str)
+def test_extra_state_that_is_a_tensor_is_handed_over_whatever_its_shape(tmp_path, live):
+    first = make(model=Extra())
+    first.model.extra = torch.arange(5, dtype=torch.uint8)
+    first.save_dcp(tmp_path / "x")
+    second = make(model=Extra())
+    second.model.extra = live
+    second.load_dcp(tmp_path / "x")
+    assert torch.equal(second.model.extra, first.model.extra)
+    assert second.model.extra is not live
 
 
 class Renamed(Net):

@@ -24,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from orlop.checkpoints import CheckpointStore
 from orlop.configs import LoadCheckpointConfig
 from orlop.engine import TrainEngine
+from orlop.errors import CheckpointNotFound
 from orlop.optim.swap import SwapAdamW
 from orlop.state.plain import digest
 from orlop.state.rng import RngState
@@ -143,11 +144,107 @@ def test_a_run_that_is_done_does_nothing(tmp_path: Path, caplog: pytest.LogCaptu
     _trainer(tmp_path).run()
     before = (tmp_path / "metrics.jsonl").read_bytes()
     again = _trainer(tmp_path, seed=3)
-    with caplog.at_level(logging.INFO, logger="orlop"):
+    with caplog.at_level(logging.WARNING, logger="orlop"):
         assert again.run()
     assert again.progress.step == TOTAL
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert "nothing to do" in caplog.text
+    assert f"already complete: step {TOTAL} of {TOTAL} is done, nothing to do" in caplog.text
+
+
+def _interrupted(root: Path, **options: Any) -> None:
+    with pytest.raises(Interrupted):
+        _trainer(root, hooks=[_stop_at(7)], **options).run()
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_hyperparameters_that_the_script_changed_are_told_and_those_that_the_schedule_moved_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _interrupted(tmp_path)
+    _interrupted(tmp_path)
+    assert _warnings(caplog) == []
+    again = _trainer(tmp_path, lr=0.1)
+    again.engine.optimizers["optimizer"].param_groups[1]["eps"] = 0.5
+    assert again.run()
+    assert _warnings(caplog) == [
+        "the checkpoint's hyperparameters win over this script's (Trainer(load_args=False) keeps the script's): "
+        "optimizer[0] initial_lr: 0.05 -> 0.025; optimizer[1] eps: 0.5 -> 1e-08; "
+        "optimizer[1] initial_lr: 0.1 -> 0.05"
+    ]
+    assert _lines(tmp_path)[-1]["lr"] == [0.025 / 12, 0.05 / 12]
+
+
+def test_load_args_off_keeps_the_scripts_hyperparameters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _interrupted(tmp_path)
+    again = _trainer(tmp_path, lr=0.1, load_args=False)
+    again.engine.optimizers["optimizer"].param_groups[1]["eps"] = 0.5
+    with caplog.at_level(logging.INFO, logger="orlop"):
+        assert again.run()
+    assert again.engine.optimizers["optimizer"].param_groups[1]["eps"] == 0.5
+    assert "this script's hyperparameters stay: " in caplog.text
+    # The schedule goes on at step 6, from this script's rates.
+    assert _lines(tmp_path)[-1]["lr"] == [0.05 / 12, 0.1 / 12]
+
+
+def test_a_path_stands_for_a_store_and_for_a_first_start(tmp_path: Path, elsewhere: Path) -> None:
+    whole = _trainer(tmp_path / "whole")
+    trainer = Trainer(
+        whole.engine,
+        str(tmp_path / "run"),
+        whole.data.data,
+        total_steps=7,
+        save_every=7,
+        resume=str(elsewhere),
+    )
+    assert trainer.run()
+    assert [line["step"] for line in _lines(tmp_path / "run")] == [7]
+    assert trainer.store.steps() == [7]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"policy": {"skip_parts": ["rng"]}}, "policy must be a LoadPolicy; it is of type dict"),
+        ({"load_args": "no"}, "load_args must be True or False; it is 'no'"),
+        ({"total_steps": "5"}, r"total_steps must be an int; it is '5': write int\(total_steps\)"),
+        ({"save_every": True}, "save_every must be an int; it is True"),
+        ({"loss_fn": 3}, "loss_fn must be a function; it is 3"),
+        ({"hooks": print}, r"hooks must be a sequence of hooks; it is .*: write hooks=\[hook\]"),
+        ({"resume": 3}, "resume must be a LoadCheckpointConfig, or a checkpoint's path; it is 3"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        _trainer(tmp_path, **options)
+
+
+def test_what_stands_in_an_arguments_place_is_named(tmp_path: Path) -> None:
+    engine, rest = _trainer(tmp_path).engine, {"total_steps": 2, "save_every": 2}
+    with pytest.raises(TypeError, match="engine must be a TrainEngine; it is of type Net"):
+        Trainer(engine.model, tmp_path, [], **rest)
+    with pytest.raises(
+        TypeError, match="data must be iterable, once per epoch, such as a DataLoader; it is None"
+    ):
+        Trainer(engine, tmp_path, None, **rest)
+    with pytest.raises(TypeError, match=r"root must be a path: .*; it is 3"):
+        Trainer(engine, 3, [], **rest)
+
+
+def test_a_checkpoint_in_the_place_of_the_run_is_refused(tmp_path: Path) -> None:
+    _trainer(tmp_path, total_steps=3).run()
+    inside = tmp_path / "step-00000003"
+    before = sorted(path.name for path in inside.iterdir())
+    for start in (_trainer(inside).run, lambda: CheckpointStore(inside).save(_trainer(inside).engine, 4)):
+        with pytest.raises(CheckpointNotFound, match="this is a checkpoint, not a run's directory") as caught:
+            start()
+        assert str(inside) in caught.value.where
+        assert "give the directory above it" in caught.value.todo
+    assert sorted(path.name for path in inside.iterdir()) == before
 
 
 def test_it_saves_when_due_and_at_the_end(tmp_path: Path) -> None:

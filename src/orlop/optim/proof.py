@@ -89,6 +89,15 @@ def prove(subject: Subject) -> Proof:
 
 def _prove(subject: Subject) -> Proof:
     stock = _stock(subject)
+    if not stock.is_finite():
+        raise OptimizerRefused(
+            f"the stock {subject.optimizer_class.__name__} itself comes to nan or inf on ordinary gradients, so "
+            "nothing can be proven of it",
+            expected=f"finite parameters after {NUM_STEPS} steps",
+            found="others, as where eps vanishes in the parameters' dtype: "
+            + ", ".join(sorted({str(param.dtype) for param in stock.params})),
+            todo="choose options that the dtype can hold (for float16: eps=1e-4), or keep float32 parameters",
+        )
     for method, step in (
         (Method.SLICED, step_sliced),
         (Method.WINDOWED, step_windowed),

@@ -39,6 +39,7 @@ class Resident:
         shown: `optimizer.state` shows its state; true from the start for a class without any.
         form: The parameter's dtype and local shape when its place was made.
         is_given: Its first state was there already: the class makes it in its constructor, or it is a copy.
+        learned: The keys among `specs` that the probe did not foresee.
     """
 
     param: Tensor
@@ -52,6 +53,7 @@ class Resident:
     shown: bool = False
     form: tuple[torch.dtype, torch.Size] = field(init=False)
     is_given: bool = False
+    learned: set[str] = field(default_factory=set)
     _twin: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +79,13 @@ class Resident:
         """Make `leaf` the owner of the state under `key`."""
         self.leaves[key] = leaf
         self.canonical[key] = compat.dtensor_like(self.param, leaf) if elementwise else leaf
+
+    def drop(self, key: str) -> None:
+        """Keep no state under `key` any more."""
+        self.specs = {known: spec for known, spec in self.specs.items() if known != key}
+        self.leaves.pop(key, None)
+        self.canonical.pop(key, None)
+        self.learned.discard(key)
 
     def local(self) -> Tensor:
         """What the class is shown for this parameter: itself, or a stand-in over this rank's part of it."""
@@ -181,19 +190,40 @@ class Residents:
         numbers = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
         self.show(resident, numbers, order=list(values))
 
-    def take_leaf(self, resident: Resident, key: str, value: Tensor) -> None:
-        """Copy one tensor home. A key that the probe did not foresee gets a block of its own."""
+    def become(self, resident: Resident, state: Mapping[str, Any]) -> None:
+        """Take over a state that was loaded: its slots hold it already, and what the probe did not foresee comes and
+        goes."""
+        strange = [
+            k for k, v in state.items() if isinstance(v, Tensor) and v is not resident.canonical.get(k)
+        ]
+        for key in [*(key for key in resident.specs if key not in state), *strange]:
+            resident.drop(key)
+        for key in strange:
+            self.take_leaf(resident, key, state[key], is_loaded=True)
+        self.show(resident, {key: value for key, value in state.items() if not isinstance(value, Tensor)})
+
+    def take_leaf(self, resident: Resident, key: str, value: Tensor, *, is_loaded: bool = False) -> None:
+        """Copy one tensor home. A key that the probe did not foresee gets a block of its own.
+
+        Args:
+            resident: Whose.
+            key: Its key in the state.
+            value: The tensor.
+            is_loaded: It comes from a checkpoint, and where it lies now says nothing of where the class wants it.
+        """
         local = compat.local_tensor(value)
         if key not in resident.leaves:
             part = compat.local_tensor(resident.param)
+            follows = local.ndim > 0 and local.shape == part.shape
             spec = LeafSpec(
                 shape=local.shape,
                 stride=tuple(local.stride()),
                 dtype=local.dtype,
-                elementwise=local.ndim > 0 and local.shape == part.shape,
-                on_device=local.device == part.device,
+                elementwise=follows,
+                on_device=local.device == part.device or (is_loaded and follows),
             )
             resident.specs = {**resident.specs, key: spec}
+            resident.learned.add(key)
             resident.hold(key, self.arena.grow([spec])[0], elementwise=spec.elementwise)
         if local is not resident.leaves[key]:
             resident.leaves[key].copy_(local)
@@ -220,15 +250,15 @@ class Residents:
     def refresh(self, resident: Resident) -> None:
         """Give the resident a fresh optimizer's state, in place; none where only the class can make it."""
         resident.stepped = False
-        if resident.initial is None:
+        for key in tuple(resident.learned):
+            resident.drop(key)
+        if resident.initial is None or not resident.specs:
             self._state.pop(resident.param, None)
             resident.shown = not resident.specs
             return
         for key, leaf in resident.leaves.items():
             leaf.fill_(resident.initial.get(key, 0.0))
-        resident.shown = True
-        if resident.specs:
-            self.show(resident, {key: _number(resident, key) for key in resident.number_keys})
+        self.show(resident, {key: _number(resident, key) for key in resident.number_keys})
 
     def is_fresh(self, resident: Resident) -> bool:
         """Whether the resident's state can't be told from a fresh optimizer's."""

@@ -1,16 +1,13 @@
 """What every host-resident optimizer class has besides the behaviour of the class that it was made from.
 
-Owns: construction, the step's entry, state dicts, copying, and what the rest of orlop may ask. Must not know:
-update rules (the class's own runs), windows and copies (`pipeline`), how a state dict is judged (`adopt`),
-how the class is made (`swap`)."""
+Owns: construction, the step's entry, state dicts, copying, and what the rest of orlop may ask. Must not know: what
+is shown of it (`figures`), update rules (the class's own runs), windows and copies (`pipeline`), how a state dict is
+judged (`adopt`), how the class is made (`swap`)."""
 
 from __future__ import annotations
 
 import logging
-import os
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from orlop import compat
+from orlop.arguments import require_count
 from orlop.errors import OptimizerRefused, StateNotReady
 from orlop.optim.admission import (
     plan_residents,
@@ -35,14 +33,12 @@ from orlop.optim.adopt import (
     require_state_dict,
 )
 from orlop.optim.backward import BackwardSteps
+from orlop.optim.figures import Figures, note_step
 from orlop.optim.in_place import bring_home
-from orlop.optim.link import NUM_SLOTS, Link
-from orlop.optim.pipeline import load_of
 from orlop.optim.proof import Method, Proof, prove, require_sharded
 from orlop.optim.resident import Resident, Residents
 from orlop.optim.stepper import Stepper, require_one_call
 from orlop.optim.stepping import StateMap
-from orlop.optim.timeline import Span, busy_seconds, chrome_trace, link_share, wall_seconds
 from orlop.optim.toys import Subject
 
 logger = logging.getLogger("orlop")
@@ -50,7 +46,7 @@ logger = logging.getLogger("orlop")
 WINDOW_BYTES = 256 * 2**20
 
 
-class Swapped(Optimizer):
+class Swapped(Figures, Optimizer):
     """What every class made by `swap` has besides its own class's behaviour.
 
     The state lives in an arena in host memory from construction on; `state`, what `step` updates, what is
@@ -82,8 +78,7 @@ class Swapped(Optimizer):
         step_in_backward: bool | int = False,
         **kwargs: Any,
     ) -> None:
-        if window_bytes <= 0:
-            raise ValueError(f"window_bytes must be positive, not {window_bytes}")
+        require_count("window_bytes", window_bytes, 1)
         if step_in_backward < 0:
             raise ValueError(f"step_in_backward must be a number of backward passes, not {step_in_backward}")
         self._settled = False
@@ -198,7 +193,7 @@ class Swapped(Optimizer):
             active = self._active()
             require_one_call(active, self._proof, type(self).__name__)
             self._stepper.step(active, self.window_bytes)
-        _note_step(self)
+        note_step(self)
         if False in [resident.stepped for resident in active] and not self._is_skipped_by_scaler():
             for resident in active:
                 resident.stepped = True
@@ -222,50 +217,6 @@ class Swapped(Optimizer):
         if self._backward is None:
             trainable = [r for r in self._admit_trainable() if r.param.requires_grad]
             self._stepper.prefetch(trainable, self.window_bytes)
-
-    @property
-    def device_bytes(self) -> int:
-        """The most device memory that state takes in a step, all slots together.
-
-        `window_bytes` for a class that may be cut; more for one that may not, where its largest parameter, or
-        all of them, need more."""
-        if self._proof.method is Method.SLICED:
-            return self.window_bytes
-        loads = [load_of(resident, self._proof.method).nbytes for resident in self._residents]
-        if self._proof.method is Method.WHOLE:
-            return sum(loads)
-        return max(self.window_bytes, NUM_SLOTS * max(loads, default=0))
-
-    def timeline(self) -> list[Span]:
-        """When each window of the last step travelled and was stepped; waits for its state to be home.
-
-        Empty for a step that needed no windows: the device is the host.
-        """
-        return self._stepper.spans()
-
-    def describe(self) -> str:
-        """Print a few lines, and return them: the arena, the windows and their cap, and how near the last
-        step came to the link's measured limit."""
-        spans = self.timeline()
-        buffers = sum(link.buffer_bytes for link in self.links.values())
-        lines = [
-            f"{type(self).__name__}: {len(self._residents)} parameters, run {self.method}",
-            f"arena: {self.arena_bytes:,} bytes for {self.state_bytes:,} bytes of state",
-            f"device cap: {self.device_bytes:,} bytes; device buffers now: {buffers:,} bytes",
-        ]
-        if spans:
-            wall = wall_seconds(spans)
-            busy = ", ".join(f"{lane} {seconds / wall:.0%}" for lane, seconds in busy_seconds(spans).items())
-            windows = 1 + max(span.window for span in spans)
-            lines.append(f"last step: {windows} windows in {wall * 1000:.1f} ms; busy: {busy}")
-            share = link_share(spans)
-            if share is not None:
-                lines.append(f"link: {share:.0%} of its measured limit")
-        else:
-            lines.append("last step: in place, no windows")
-        text = "\n".join(lines)
-        print(text)
-        return text
 
     def _active(self) -> list[Resident]:
         """Residents with a gradient; parameters that were unfrozen or given another form get their place now."""
@@ -398,12 +349,13 @@ class Swapped(Optimizer):
         """Take over slots that were filled, and give the absent a fresh optimizer's state.
 
         Args:
-            present: Parameters whose slots were filled, each with the values of its number keys.
+            present: Each parameter that had state, with all of it: its slots, which were filled, tensors for
+                which it had no slot, and values that are no tensors.
             absent: Parameters that had no state when it was saved.
         """
         self._drop_started()
-        for param, numbers in present.items():
-            self._residents.show(self._residents[param], numbers)
+        for param, state in present.items():
+            self._residents.become(self._residents[param], state)
             self._residents[param].stepped = True
         for param in absent:
             if param in self._residents:
@@ -439,33 +391,9 @@ class Swapped(Optimizer):
             for resident in self._residents:
                 bring_home(self._residents, resident, self.state.get(resident.param, {}), resident.canonical)
 
-    @property
-    def links(self) -> dict[torch.device, Link]:
-        """The link of each device of parameters; one that is put here before the first step is used."""
-        return self._stepper.links
-
     def put_state_to_device(self, device: torch.device | str) -> bool:
         """False: the state is host-resident, and nothing was moved."""
         return False
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of host memory that the arena takes."""
-        return self._residents.arena.nbytes
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state in it."""
-        return self._residents.state_bytes
-
-    @property
-    def method(self) -> str:
-        """How the class was proven to run: ``sliced``, ``windowed`` or ``whole``."""
-        return self._proof.method.value
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory lies in the arena."""
-        return self._residents.arena.holds(tensor)
 
     def _make_room(self, params: Collection[Tensor]) -> None:
         """A place for each of these that has none of its present form."""
@@ -513,32 +441,3 @@ class Swapped(Optimizer):
 
 def _is_late(param: Tensor, resident: Resident | None) -> bool:
     return param.grad is not None and (resident is None or resident.is_outgrown)
-
-
-def trace(path: str | os.PathLike[str], optimizer: Swapped | None = None) -> None:
-    """Write a step's timeline as a Chrome trace, which chrome://tracing and Perfetto open.
-
-    Args:
-        path: The JSON file to write.
-        optimizer: Whose last step; by default that of the host-resident optimizer that stepped last in this
-            process.
-
-    Raises:
-        ValueError: None has stepped yet.
-    """
-    chosen = optimizer if optimizer is not None else _stepped_last()
-    if chosen is None:
-        raise ValueError("no host-resident optimizer has stepped yet: there is nothing to trace")
-    Path(path).write_text(chrome_trace(chosen.timeline()))
-
-
-def _nobody() -> Swapped | None:
-    return None
-
-
-_stepped_last: Callable[[], Swapped | None] = _nobody  # a weak reference, once there is one
-
-
-def _note_step(optimizer: Swapped) -> None:
-    global _stepped_last
-    _stepped_last = weakref.ref(optimizer)

@@ -94,6 +94,10 @@ class Toy:
             self.give_gradients(number)
             step(self, raw)
 
+    def is_finite(self) -> bool:
+        """Whether its parameters are."""
+        return all(bool(torch.isfinite(param).all()) for param in self.params)
+
     def keeps_its_tensors(self) -> bool:
         """Whether one more step leaves the same tensor objects in the state, all of them."""
         before = {p: dict(self.state.get(p, {})) for p in self.params}

@@ -6,7 +6,7 @@ and the leaves to read. Must not know live objects, files or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -87,13 +87,17 @@ class WantedState:
     Attributes:
         names: The parameter's FQNs, the checkpoint's own first.
         tensors: By state key.
-        numbers: The state keys whose value is a Python number.
+        numbers: The state keys whose value is no tensor: a number, or other plain data.
+        optional: The keys that need not be there.
+        reasons: Says of a key which hyperparameter explains why it is wanted, or is not; empty where none does.
         is_stateful: Whether it would have state after a step: False for frozen parameters and stateless classes.
     """
 
     names: tuple[str, ...]
     tensors: Mapping[str, Wanted]
     numbers: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    reasons: Callable[[str], str] = lambda key: ""
     is_stateful: bool = True
 
 
@@ -134,12 +138,24 @@ def is_lossless(saved: torch.dtype, live: torch.dtype) -> bool:
     """Whether every value of `saved` has the same value in `live`."""
     if saved == live:
         return True
-    if saved.is_floating_point == live.is_floating_point and saved.is_complex == live.is_complex:
-        try:
-            return torch.promote_types(saved, live) == live
-        except RuntimeError:  # 8-bit floats promote to nothing
-            return False
-    return saved.is_floating_point and live.is_complex and torch.promote_types(saved, live) == live
+    if live.is_complex:
+        return is_lossless(saved.to_real(), live.to_real())
+    if saved.is_complex or live == torch.bool:
+        return False
+    if not live.is_floating_point:
+        return saved == torch.bool or (not saved.is_floating_point and _is_wider_integer(saved, live))
+    wide = torch.finfo(live)
+    if not saved.is_floating_point:
+        largest = 1 if saved == torch.bool else torch.iinfo(saved).max
+        return wide.bits > 8 and largest <= 2 / wide.eps  # up to there a float counts in ones
+    narrow = torch.finfo(saved)
+    reaches = wide.max >= narrow.max and wide.tiny * wide.eps <= narrow.tiny * narrow.eps
+    return wide.bits > narrow.bits and reaches and wide.eps <= narrow.eps
+
+
+def _is_wider_integer(saved: torch.dtype, live: torch.dtype) -> bool:
+    narrow, wide = torch.iinfo(saved), torch.iinfo(live)
+    return wide.min <= narrow.min and narrow.max <= wide.max
 
 
 def check_tensor(leaf: str, wanted: Wanted, stored: Stored, policy: LoadPolicy) -> Finding:
@@ -242,13 +258,23 @@ def _check_keys(
 ) -> list[Finding]:
     expected = set(wanted.tensors) | wanted.numbers
     found = [
-        Finding(verdict="partial", leaf=f"{base}.{key}", detail=f"only {sorted(present)} are there")
-        for key in sorted(expected - present)
+        Finding(
+            verdict="partial",
+            leaf=f"{base}.{key}",
+            detail=_explained(f"only {sorted(present)} are there", wanted, key),
+        )
+        for key in sorted(expected - present - wanted.optional)
     ]
     for key in sorted(present - expected):
         leaf = f"{base}.{key}"
         # Some writers store a switched-off moment as None.
         nothing = leaf in values and values[leaf] is None
         verdict: Verdict = "ignored" if nothing or policy.allow_unexpected else "unexpected"
-        found.append(Finding(verdict=verdict, leaf=leaf, detail=f"expected only {sorted(expected)}"))
+        detail = _explained(f"expected only {sorted(expected)}", wanted, key)
+        found.append(Finding(verdict=verdict, leaf=leaf, detail=detail))
     return found
+
+
+def _explained(detail: str, wanted: WantedState, key: str) -> str:
+    reason = wanted.reasons(key)
+    return f"{detail}; {reason}" if reason else detail

@@ -20,6 +20,7 @@ from orlop.ranks import Ranks
 from orlop.state.initial import initial_state
 from orlop.state.parts import LocalParts
 from orlop.state.plain import digest
+from orlop.state.shared_groups import require_equal_values, shared_values, union_groups
 from orlop.state.uneven import (
     Holding,
     Told,
@@ -27,6 +28,7 @@ from orlop.state.uneven import (
     find_uneven,
     lacks_writer,
     record_uneven,
+    require_equal_replicas,
 )
 from orlop.store.manifest import UnevenState
 
@@ -36,9 +38,7 @@ __all__ = [
     "PartKind",
     "SaveOptions",
     "agree",
-    "find_part",
     "part_slots",
-    "union_groups",
 ]
 
 Layout = Literal["nested", "flattened"]
@@ -67,6 +67,7 @@ class Collected:
         left_out: The FQNs of the model that are not saved.
         aliases: Keys of tied entries, each with the key that its bytes are saved under; all ranks'.
         kinds: For each plain part whether it is one for all ranks.
+        group_firsts: In the flattened layout, for each optimizer the first FQN of each group.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Collected:
     left_out: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, PartKind] = field(default_factory=dict)
+    group_firsts: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, path: tuple[Any, ...], value: Any) -> None:
         """Add one leaf under the key that torch gives its path."""
@@ -100,18 +102,13 @@ def agree(
         optimizers: This rank's optimizers, for the initial state of parameters without any.
 
     Raises:
-        CheckpointMismatch: Ranks have different numbers of param groups, different state for one part of a
-            parameter, or two leaves have one key.
+        CheckpointMismatch: Ranks have different param groups, different state for one part of a parameter, or two
+            leaves have one key.
     """
-    digests = {name: digest(data) for name, data in local.data.items()}
+    with ranks.together("describe the parts"):
+        digests = {name: digest(data) for name, data in local.data.items()}
+        mine = _tell(local)
     everyones_data = ranks.gather(digests)
-    mine = Told(
-        names={label: [list(group["params"]) for group in groups] for label, groups in local.groups.items()},
-        stepped=local.stepped,
-        absent=local.absent,
-        aliases=local.aliases,
-        left_out=local.left_out,
-    )
     # Ranks nearly always agree; only where they don't do the lists of names travel.
     everyone = [mine] if ranks.equal(digest(mine.plain())) else ranks.gather(mine)
     places = find_uneven(everyone)
@@ -119,6 +116,9 @@ def agree(
         holding = _hold(local, places)
     holdings = ranks.gather(holding) if places else []
     with ranks.together("lay out the leaves"):
+        names = union_groups([told.names for told in everyone])
+        require_equal_values([told.values for told in everyone])
+        require_equal_replicas(everyone)
         check_replicas(places, everyone, holdings)
         collected = _describe(everyone, record_uneven(places, everyone, holdings), options.key_prefix)
         for path, value in local.tensors.items():
@@ -131,7 +131,7 @@ def agree(
                 nowhere = frozenset(collected.absent[label])
                 for fqn in (fqn for fqn in fqns if fqn in nowhere):
                     _add_initial(collected, local, (label, fqn), options, optimizers, whole=True)
-        _add_groups(collected, local, union_groups(told.names for told in everyone), options)
+        _add_groups(collected, local, names, options)
         for name, data in local.data.items():
             alike = all(other.get(name) == digests[name] for other in everyones_data)
             one = alike and name not in local.per_rank
@@ -139,6 +139,18 @@ def agree(
             slot = () if one else (f"rank_{ranks.rank}",)
             collected.add((options.key_prefix + name, *slot), data)
     return collected
+
+
+def _tell(local: LocalParts) -> Told:
+    return Told(
+        names={label: [list(group["params"]) for group in groups] for label, groups in local.groups.items()},
+        values={label: list(map(shared_values, groups)) for label, groups in local.groups.items()},
+        stepped=local.stepped,
+        absent=local.absent,
+        aliases=local.aliases,
+        left_out=local.left_out,
+        replicas=local.replicas,
+    )
 
 
 def _describe(
@@ -205,6 +217,7 @@ def _add_groups(
         named = [{**group, "params": fqns} for group, fqns in zip(groups, names[label])]
         if options.layout == "flattened":
             _add_flattened(collected, options.key_prefix + label, named)
+            collected.group_firsts[label] = [group["params"][0] for group in named]
             continue
         flat, paths = compat.flatten_state_dict({options.key_prefix + label: {"param_groups": named}})
         for key, value in flat.items():
@@ -224,58 +237,6 @@ def _add_flattened(collected: Collected, label: str, groups: Sequence[Mapping[st
             for key, value in group.items():
                 if key != "params":
                     collected.add((label, f"param_groups.{fqn}.{key}"), value)
-
-
-def union_groups(everyone: Iterable[Mapping[str, list[list[str]]]]) -> dict[str, list[list[str]]]:
-    """The parameter names of each group over all ranks (pipeline stages hold different ones), in rank order.
-
-    Raises:
-        CheckpointMismatch: Ranks have different numbers of groups.
-    """
-    union: dict[str, list[dict[str, None]]] = {}
-    for rank, groups_by_label in enumerate(everyone):
-        for label, groups in groups_by_label.items():
-            known = union.setdefault(label, [{} for _ in groups])
-            if len(known) != len(groups):
-                raise CheckpointMismatch(
-                    "ranks have different numbers of param groups",
-                    where=f"{label}, rank {rank}",
-                    expected=f"{len(known)} groups",
-                    found=f"{len(groups)}",
-                )
-            for names, more in zip(known, groups):
-                names.update(dict.fromkeys(more))
-    return {label: [list(names) for names in groups] for label, groups in union.items()}
-
-
-def find_part(name: str, stored: Iterable[str], ranks: Ranks, *, per_rank: bool = False) -> tuple[str, ...]:
-    """The keys that hold a plain part for this rank: one leaf, or the leaves of a nested dict that plain DCP wrote.
-
-    Args:
-        name: The part's name, with the key prefix.
-        stored: All keys of the checkpoint.
-        ranks: Which slot is this rank's.
-        per_rank: Whether each rank must have a slot of its own: what one rank saved is not another's.
-
-    Returns:
-        The keys; none when the checkpoint does not have the part.
-
-    Raises:
-        CheckpointMismatch: The part is one per rank, of another number of ranks.
-    """
-    slots, others = part_slots(name, stored)
-    if not slots and not (others and per_rank and ranks.world_size > 1):
-        return others
-    if len(slots) != ranks.world_size:
-        was = f"for each of {len(slots)} ranks" if slots else "once, by one of the ranks or for all"
-        raise CheckpointMismatch(
-            f"the part {name!r} was saved {was}, and there are {ranks.world_size} ranks now; nothing was changed",
-            where=name,
-            expected=f"{ranks.world_size} slots",
-            found=f"{len(slots)} slots" if slots else "one leaf for all ranks",
-            todo=f"skip it and start it afresh: LoadPolicy(skip_parts=frozenset({{{name!r}}}))",
-        )
-    return (f"{name}.rank_{ranks.rank}",)
 
 
 def part_slots(name: str, stored: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from orlop.errors import CheckpointMismatch, OrlopError
 from orlop.state.rng import RngState
@@ -69,23 +69,28 @@ class DataStream:
             "inner": inner,
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> str:
+        """Why a saved position doesn't fit this data, as far as that can be told without reading it; changes nothing.
+
+        Returns:
+            What was expected and found; empty where it fits.
+        """
+        try:
+            self._position(state)
+        except CheckpointMismatch as error:
+            return f"expected {error.expected}, found {error.found}"
+        return ""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to the saved position; the next batch is the one that followed it.
 
         Raises:
             CheckpointMismatch: `state` isn't a position, or not one of data like this.
         """
-        try:
-            epoch, batches = int(state["epoch"]), int(state["batches"])
-            rng, own, inner = state["rng"], state["own_generator"], state["inner"]
-        except (LookupError, TypeError, ValueError) as error:
-            raise _mismatch("an epoch, batches into it, random streams, own state", repr(error)) from error
+        epoch, batches, rng, own, inner = self._position(state)
         if rng is None:
             self.epoch, self.batches, self._iterator, self._rng_at_iter = epoch, batches, None, None
             return
-        if (inner is not None) != _keeps_position(self.data):
-            words = ["data with a state_dict of its own", "data without one"]
-            raise _mismatch(*(words if _keeps_position(self.data) else words[::-1]))
         before = self._rng.state_dict()
         after = {**before, "generators": own}
         self._rng.load_state_dict(rng)
@@ -97,6 +102,41 @@ class DataStream:
         self._rng.load_state_dict(after)
         self._rng_at_iter = dict(rng)
 
+    def _position(self, state: Mapping[str, Any]) -> tuple[int, int, Any, Any, Any]:
+        try:
+            epoch, batches = int(state["epoch"]), int(state["batches"])
+            rng, own, inner = state["rng"], state["own_generator"], state["inner"]
+        except (LookupError, TypeError, ValueError) as error:
+            raise _mismatch("an epoch, batches into it, random streams, own state", repr(error)) from error
+        if rng is not None:
+            if (inner is not None) != _keeps_position(self.data):
+                words = ["data with a state_dict of its own", "data without one"]
+                raise _mismatch(*(words if _keeps_position(self.data) else words[::-1]))
+            # What it was made under, and what its own generator holds: both are to be restored.
+            for streams in (rng, {**self._rng.state_dict(), "generators": own}):
+                if misfit := self._rng.check_state_dict(streams):
+                    raise _mismatch("random streams of this data", misfit)
+            if inner is None and (length := self._length(epoch, batches)) is not None and length < batches:
+                raise _mismatch(_at_least(batches, epoch), str(length))
+        return epoch, batches, rng, own, inner
+
+    def _length(self, epoch: int, batches: int) -> int | None:
+        """How many batches an epoch has; None where that can't be told without reading it."""
+        if isinstance(getattr(self.data, "dataset", None), IterableDataset):
+            return None  # its length is a guess
+        try:
+            length = len(self.data)  # type: ignore[arg-type]
+            if length >= batches:
+                return length
+            # A sampler's length may follow the epoch.
+            self._tell_epoch(epoch)
+            try:
+                return len(self.data)  # type: ignore[arg-type]
+            finally:
+                self._tell_epoch(self.epoch)
+        except (TypeError, NotImplementedError):
+            return None
+
     def _go_to(self, epoch: int, batches: int, inner: Any) -> None:
         self._tell_epoch(epoch)
         if inner is not None:
@@ -107,7 +147,7 @@ class DataStream:
             _log.info("the data keeps no position: reading %d batches of epoch %d again", batches, epoch)
             for done in range(batches):
                 if next(self._iterator, self) is self:
-                    raise _mismatch(f"at least {batches} batches in epoch {epoch}", str(done))
+                    raise _mismatch(_at_least(batches, epoch), str(done))
 
     def _next(self) -> Any:
         if self._iterator is None:
@@ -146,7 +186,16 @@ def _keeps_position(data: object) -> bool:
     return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
+def _at_least(batches: int, epoch: int) -> str:
+    return f"at least {batches} batches in epoch {epoch}"
+
+
 def _mismatch(expected: str, found: str) -> CheckpointMismatch:
     return CheckpointMismatch(
-        "The saved data position doesn't fit this data", where="data", expected=expected, found=found
+        "The saved data position doesn't fit this data",
+        where="data",
+        expected=expected,
+        found=found,
+        todo="give the data and batch size of the run that saved it; to start the data over: "
+        "LoadPolicy(skip_parts={'data'})",
     )

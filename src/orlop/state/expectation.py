@@ -7,22 +7,19 @@ talk to other ranks.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from orlop import compat
 from orlop.state.absence import Stored, state_index
-from orlop.state.agreement import find_part, part_slots
-from orlop.state.groups import path_below, permute_scheduler
 from orlop.state.matching import check_unclaimed, nearest_prefix
 from orlop.state.model import view_model
 from orlop.state.names import require_all_named
 from orlop.state.optimizer import OptimizerLoad
-from orlop.state.parts import Live, is_per_rank, plain_parts
+from orlop.state.part_load import PartsLoad
+from orlop.state.parts import Live, plain_parts
 from orlop.state.policy import Options
 from orlop.state.report import Finding, GroupDifference, faults
 from orlop.state.weights import ModelLoad, scratch
@@ -32,6 +29,8 @@ __all__ = ["Claims", "Expectation", "Options", "expect", "merge_claims"]
 
 _log = logging.getLogger("orlop")
 _SHOWN = 5
+# Under which names claims list whole parts of the checkpoint, and what the policy skips; no prefix is called so.
+_PARTS, _SKIPPED = "parts", "skip_parts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +60,12 @@ class Expectation:
 
     Attributes:
         manifest: What orlop recorded at the save; None for a checkpoint from elsewhere.
+        scheduled: The optimizer that the scheduler drives, by name.
         fills: The tensors to fill, by key; final after `decide`.
         findings: What was found, leaf by leaf; final after `decide`.
         differences: The hyperparameters that will change; final after `decide`.
         unclaimed: The checkpoint's names that this rank does not take, by prefix; final after `decide`.
+        strangers: The parts of the checkpoint that no rank takes and no policy leaves; final after `check_unclaimed`.
     """
 
     options: Options
@@ -72,12 +73,13 @@ class Expectation:
     manifest: Manifest | None
     model: ModelLoad
     optimizers: dict[str, OptimizerLoad]
-    part_keys: dict[str, tuple[str, ...]]
-    paths: Mapping[str, Sequence[Any]] | None = None
+    parts: PartsLoad
+    scheduled: str | None = None
     fills: dict[str, Tensor] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     differences: list[GroupDifference] = field(default_factory=list)
     unclaimed: dict[str, frozenset[str]] = field(default_factory=dict)
+    strangers: list[str] = field(default_factory=list)
 
     @property
     def model_prefix(self) -> str:
@@ -91,7 +93,7 @@ class Expectation:
     def small_leaves(self) -> dict[str, Any]:
         """The leaves to read before deciding: plain data, and the groups' tensors; none of them live."""
         keys = [key for load in self.optimizers.values() for key in load.small_leaves()]
-        keys += [key for found in self.part_keys.values() for key in found]
+        keys += self.parts.leaves()
         keys += self.model.small_leaves()
         return {key: scratch(self.stored[key]) for key in keys}
 
@@ -111,9 +113,9 @@ class Expectation:
     def _strange_keys(self) -> list[str]:
         """The keys that belong to no part that is known here."""
         known = [self.model_prefix, *(f"{load.label}." for load in self.optimizers.values())]
-        known += [f"{self.options.key_prefix}{name}." for name in self.part_keys]
-        exact = {f"{self.options.key_prefix}{name}" for name in self.part_keys}
-        return [key for key in self.stored if key not in exact and not key.startswith(tuple(known))]
+        return [
+            key for key in self.stored if not key.startswith(tuple(known)) and not self.parts.is_known(key)
+        ]
 
     def decide(self, small: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None) -> None:
         """Classify every leaf and choose what to fill. Changes nothing live.
@@ -121,11 +123,8 @@ class Expectation:
         Args:
             small: The leaves of `small_leaves`, read.
             paths: The checkpoint's nested paths, where it has them.
-
-        Raises:
-            CheckpointMismatch: Param groups do not match.
         """
-        self.paths = paths
+        self.parts.paths = paths
         self.model.decide()
         self.findings += self.model.findings
         self.fills.update(self.model.fills)
@@ -141,8 +140,9 @@ class Expectation:
             self.unclaimed[load.state.prefix] = load.state.unclaimed()
         if self.is_weights_only and self.optimizers:
             self._decide_weights_only()
-        for name, keys in self.part_keys.items():
-            self.findings.append(self._decide_part(name, keys))
+        only_model = all(key.startswith(self.model_prefix) for key in self.stored)
+        self.findings += self.parts.decide(small, is_weights_only=only_model)
+        self._decide_schedule(small)
         self._decide_strangers()
 
     def _decide_weights_only(self) -> None:
@@ -164,25 +164,9 @@ class Expectation:
                     f"its state is under {nearest!r} in the checkpoint, and {load.state.prefix!r} is expected"
                 )
                 self.findings.append(Finding(verdict="layout", leaf=load.label, detail=detail))
-        prefix = self.options.key_prefix
-        parts = Counter(key.removeprefix(prefix).split(".")[0] for key in strange)
-        for name, count in parts.items():
-            detail = f"{count} leaves of a part that is not here"
-            if name in self.options.policy.skip_parts:
-                slots, _ = part_slots(f"{prefix}{name}", self.stored)
-                whose = f"; it was saved for each of {len(slots)} ranks" if slots else ""
-                detail = f"skipped, as the policy says: the live one stays{whose}"
-            self.findings.append(Finding(verdict="ignored", leaf=f"{prefix}{name}", detail=detail))
-
-    def _decide_part(self, name: str, keys: tuple[str, ...]) -> Finding:
-        leaf = f"{self.options.key_prefix}{name}"
-        if keys:
-            return Finding(verdict="loaded", leaf=leaf)
-        if self.manifest is not None and name in self.manifest.parts:
-            return Finding(verdict="lost", leaf=leaf, detail="the checkpoint's record says that it was saved")
-        weights_only = all(key.startswith(self.model_prefix) for key in self.stored)
-        leave = weights_only or self.options.policy.allow_missing
-        return Finding(verdict="kept" if leave else "missing", leaf=leaf)
+        self.findings += self.parts.decide_skipped(strange)
+        self.unclaimed[_PARTS] = self.parts.strangers(strange)
+        self.unclaimed[_SKIPPED] = self.parts.unknown(strange)
 
     def claims(self) -> dict[str, Claims]:
         """What this rank leaves and expects, by prefix; for `merge_claims`."""
@@ -197,8 +181,13 @@ class Expectation:
 
     def check_unclaimed(self, claims: Mapping[str, Claims]) -> list[Finding]:
         """Findings for the checkpoint's names that no rank takes: from all ranks' claims, the same on every rank."""
-        findings: list[Finding] = []
+        strangers = sorted(claims[_PARTS].unclaimed) if _PARTS in claims else []
+        self.strangers = [] if self.options.policy.allow_unexpected else strangers
+        findings = self.parts.judge_strangers(strangers, self._strange_keys())
+        findings += self.parts.judge_unknown(claims[_SKIPPED].unclaimed if _SKIPPED in claims else ())
         for what, claim in claims.items():
+            if what in (_PARTS, _SKIPPED):
+                continue
             total = len(state_index(self.stored, what)) if claim.unclaimed else 0
             findings += check_unclaimed(what, claim.unclaimed, total, claim.expected, self.options.policy)
         return findings
@@ -209,22 +198,15 @@ class Expectation:
         for load in self.optimizers.values():
             load.install(small)
         for name, part in plain_parts(live).items():
-            if keys := self.part_keys.get(name):
-                state = self._part_state(name, keys, small)
+            if self.parts.keys.get(name):
+                state = self.parts.state(name, small)
                 part.load_state_dict(self._in_live_order(part, state) if name == "scheduler" else state)
         self._tell_of_kept_rates(live)
-
-    def _part_state(self, name: str, keys: tuple[str, ...], small: Mapping[str, Any]) -> Any:
-        base = f"{self.options.key_prefix}{name}"
-        if keys == (base,) or (len(keys) == 1 and keys[0].startswith(f"{base}.rank_")):
-            return small[keys[0]]
-        below = {key: ("part", *path_below(key, f"{base}.", self.paths)) for key in keys}
-        return compat.unflatten_state_dict({key: small[key] for key in keys}, below)["part"]
 
     def _tell_of_kept_rates(self, live: Live) -> None:
         """A schedule that computes each learning rate from the last one goes on from the one that was kept."""
         kept = [d for d in self.differences if d.key == "lr"] if not self.options.load_args else []
-        moved = bool(self.part_keys.get("scheduler"))
+        moved = bool(self.parts.keys.get("scheduler"))
         if kept and moved and live.ranks.is_coordinator:
             _log.warning(
                 "the scheduler stands where it was saved, but the groups keep their live learning rates "
@@ -232,14 +214,22 @@ class Expectation:
                 "the schedule afresh, skip the part 'scheduler'"
             )
 
+    def _decide_schedule(self, small: Mapping[str, Any]) -> None:
+        if self.parts.keys.get("scheduler") and self.scheduled is not None:
+            state = self.parts.state("scheduler", small)
+            fault = self.optimizers[self.scheduled].settle_order(state)
+            self.findings += [fault] if fault is not None else []
+
     def _in_live_order(self, scheduler: Any, state: Any) -> Any:
-        """A scheduler's lists follow the live groups; without `load_args` its learning rates stay the live ones."""
-        steered = getattr(scheduler, "optimizer", None)
-        load = next((load for load in self.optimizers.values() if load.optimizer is steered), None)
-        if load is None:
+        """A scheduler's lists follow the live groups."""
+        if self.scheduled is None:
             return state
-        order = load.order if load.order is not None else list(range(len(load.optimizer.param_groups)))
-        return permute_scheduler(state, order, None if load.load_args else scheduler.state_dict())
+        return self.optimizers[self.scheduled].arrange_schedule(state, scheduler.state_dict())
+
+
+def _scheduled(live: Live) -> str | None:
+    steered = getattr(live.scheduler, "optimizer", None)
+    return next((label for label, each in live.optimizers.items() if each is steered), None)
 
 
 def expect(
@@ -249,8 +239,7 @@ def expect(
 
     Raises:
         ParameterReplaced: An optimizer holds parameters that are not in the model.
-        CheckpointMismatch: The model is on the meta device, a rank's part of a tensor is not one box, or a part was
-            saved by another number of ranks.
+        CheckpointMismatch: The model is on the meta device, or a rank's part of a tensor is not one box.
     """
     view = view_model(live.model)
     require_all_named(view.names, live.optimizers)
@@ -266,11 +255,6 @@ def expect(
         )
         for label, optimizer in live.optimizers.items()
     }
-    part_keys = {
-        name: find_part(f"{options.key_prefix}{name}", stored, live.ranks, per_rank=is_per_rank(part))
-        for name, part in plain_parts(live).items()
-        if name not in options.policy.skip_parts
-    }
     return Expectation(
         options=options,
         stored=stored,
@@ -284,5 +268,6 @@ def expect(
             policy=options.policy,
         ),
         optimizers=optimizers,
-        part_keys=part_keys,
+        parts=PartsLoad.of(live, stored, manifest, options),
+        scheduled=_scheduled(live),
     )

@@ -1,7 +1,6 @@
-"""Param groups: which saved group is which live one, and writing saved values into the live dicts.
+"""Param groups' values: reading them from both of torch's layouts, and writing them into the live dicts, in place.
 
-Groups are matched by the names of their parameters, never by position. Owns that match and the in-place write. Must not
-know files or ranks.
+Must not know which saved group is which live one (`pairing`), nor files or ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from orlop.state.report import GroupDifference
 
 __all__ = [
     "LIVE_FLAGS",
-    "match_groups",
     "path_below",
-    "permute_scheduler",
     "plan_group",
     "read_groups",
     "write_group",
@@ -31,54 +28,6 @@ _log = logging.getLogger("orlop")
 # How a run computes, not what: always the live run's.
 LIVE_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_VALUES = LIVE_FLAGS | {"params", "param_names"}
-# What schedulers keep one of for each group.
-_PER_GROUP = frozenset(
-    {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
-)
-_LIVE_LRS = frozenset({"base_lrs", "_last_lr"})
-_SHOWN = 4
-
-
-def match_groups(live: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], where: str) -> list[int]:
-    """For each live group, the index of the saved group with the same set of parameter names.
-
-    Raises:
-        CheckpointMismatch: A group on either side has no partner; the message shows both sides.
-    """
-    named = [name for names in saved for name in names]
-    if named and all(name.isdigit() for name in named):
-        raise CheckpointMismatch(
-            "the param groups name parameters by their position in an optimizer; nothing was changed",
-            where=where,
-            expected=_table(live),
-            found=_table(saved),
-            todo="save with names: by orlop, or by torch's get_optimizer_state_dict",
-        )
-    free = dict(enumerate(map(frozenset, saved)))
-    order: list[int] = []
-    for names in map(frozenset, live):
-        partner = next((index for index, others in free.items() if others == names), None)
-        if partner is None:
-            break
-        order.append(partner)
-        del free[partner]
-    if len(order) == len(live) and not free:
-        return order
-    raise CheckpointMismatch(
-        "the param groups do not match by the names of their parameters; nothing was changed",
-        where=where,
-        expected=_table(live),
-        found=_table(saved),
-        todo="build the optimizer with the groups of the run that saved it, or load with load_args=False",
-    )
-
-
-def _table(groups: Sequence[Sequence[str]]) -> str:
-    rows = []
-    for index, names in enumerate(groups):
-        more = ", …" if len(names) > _SHOWN else ""
-        rows.append(f"\n    group {index}: {len(names)} parameters: {', '.join(list(names)[:_SHOWN])}{more}")
-    return "".join(rows) or "no groups"
 
 
 def plan_group(
@@ -112,17 +61,16 @@ def plan_group(
         held = live.get(key)
         if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape != value.shape:
             raise CheckpointMismatch(
-                "a hyperparameter's shape differs; nothing was changed",
+                "a hyperparameter's shape differs",
                 where=f"{label} {key}",
                 expected=str(tuple(held.shape)),
                 found=str(tuple(value.shape)),
             )
         if isinstance(value, Tensor) and key in live and not isinstance(held, Tensor) and value.numel() == 1:
             values[key] = value = value.item()
-        if key in live and _text(held) != _text(value):
-            differences.append(
-                GroupDifference(group=label, key=key, live=_text(held), saved=_text(value), taken=taken)
-            )
+        ours, theirs = _texts(held, saved.get(key, value))
+        if key in live and ours != theirs:
+            differences.append(GroupDifference(group=label, key=key, live=ours, saved=theirs, taken=taken))
     return values, differences
 
 
@@ -137,39 +85,23 @@ def write_group(live: dict[str, Any], values: Mapping[str, Any]) -> None:
             live[key] = value
 
 
+def _texts(held: Any, value: Any) -> tuple[str, str]:
+    """Both as text; with their kinds where a number meets a tensor, or a tensor one of another dtype.
+
+    The live kind stays, and a value that it rounds, or another kernel, makes other bits of the next step."""
+    texts = _text(held), _text(value)
+    kinds = [str(each.dtype) if isinstance(each, Tensor) else type(each).__name__ for each in (held, value)]
+    if kinds[0] != kinds[1] and (isinstance(held, Tensor) or isinstance(value, Tensor)):
+        return f"{texts[0]} ({kinds[0]})", f"{texts[1]} ({kinds[1]})"
+    return texts
+
+
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         return str(value.item()) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_text, value))})"
     return str(value)
-
-
-def permute_scheduler(state: Any, order: Sequence[int], live: Any = None) -> Any:
-    """A scheduler's saved state with its per-group lists in the live groups' order.
-
-    Args:
-        state: The saved state, with those of chained schedulers inside it.
-        order: For each live group, its index in the saved ones.
-        live: The live scheduler's state: its learning rates are kept (`load_args=False`); None to take the saved ones.
-    """
-    if isinstance(state, Mapping):
-        return {
-            key: _per_group(key, value, order, live.get(key) if isinstance(live, Mapping) else None)
-            for key, value in state.items()
-        }
-    if isinstance(state, list):
-        lives = live if isinstance(live, list) and len(live) == len(state) else [None] * len(state)
-        return [permute_scheduler(item, order, other) for item, other in zip(state, lives)]
-    return state
-
-
-def _per_group(key: Any, value: Any, order: Sequence[int], live: Any) -> Any:
-    if key in _LIVE_LRS and live is not None:
-        return live
-    if key in _PER_GROUP and isinstance(value, list) and len(value) == len(order):
-        return [value[index] for index in order]
-    return permute_scheduler(value, order, live) if key == "_schedulers" else value
 
 
 def path_below(key: str, base: str, paths: Mapping[str, Sequence[Any]] | None) -> tuple[Any, ...]:
@@ -191,6 +123,7 @@ def read_groups(
     paths: Mapping[str, Sequence[Any]] | None,
     live: Sequence[Sequence[str]],
     rename: Callable[[Sequence[str]], list[str]] = list,
+    firsts: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """The saved groups, from leaves that were read already; none when there are no such leaves.
 
@@ -200,13 +133,14 @@ def read_groups(
         paths: The checkpoint's nested paths, where it has them.
         live: The live groups' names; torch's flattened layout has values per parameter and no groups of its own.
         rename: Saved names as the live ones.
+        firsts: The first name of each saved group, in order, where it is on record for the flattened layout.
 
     Returns:
-        The groups, with renamed `params`.
+        The groups, with renamed `params`; in the flattened layout in the saved order if that is known, else in the live
+        one, and without groups that have no parameters.
 
     Raises:
-        CheckpointMismatch: In the flattened layout, the parameters of a live group have different values, or are not
-            the saved ones.
+        CheckpointMismatch: In the flattened layout, a live group's parameters were of different groups.
     """
     mine = {key: value for key, value in values.items() if key.startswith(prefix)}
     whole = values.get(prefix.rstrip("."))
@@ -223,10 +157,33 @@ def read_groups(
         name, _, own = key[len(prefix) :].rpartition(".")
         for renamed in rename([name]):
             by_name.setdefault(renamed, {})[own] = value
-    if set(by_name) != {name for names in live for name in names}:
-        # Matching then refuses them, with a table of both sides.
-        return [{"params": list(by_name)}]
-    return [_one_group(prefix, names, by_name) if names else {"params": []} for names in live]
+    cut = [[name for name in names if name in by_name] for names in live]
+    known = {name for names in cut for name in names}
+    groups = [_one_group(prefix, names, by_name) for names in cut if names]
+    if firsts:
+        groups = _in_saved_order(prefix, groups, rename(list(firsts)))
+    strange = [name for name in by_name if name not in known]
+    return [*groups, {"params": strange}] if strange else groups
+
+
+def _in_saved_order(
+    prefix: str, groups: Sequence[dict[str, Any]], firsts: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Groups that were cut as the live ones are, each where the saved group stood that begins in it.
+
+    A saved group of which nothing is here is left with its first name alone."""
+    placed: list[dict[str, Any]] = [{"params": [first]} for first in firsts]
+    for group in groups:
+        begins = [index for index, first in enumerate(firsts) if first in group["params"]]
+        if len(begins) != 1:
+            raise CheckpointMismatch(
+                "the flattened layout keeps values by parameter, and groups were cut otherwise when saved",
+                where=prefix.rstrip("."),
+                expected=f"a group of {', '.join(group['params'])}",
+                found=f"{len(begins)} of the saved groups begin in it; they begin with {', '.join(firsts)}",
+            )
+        placed[begins[0]] = group
+    return placed
 
 
 def _one_group(prefix: str, names: Sequence[str], by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -235,10 +192,9 @@ def _one_group(prefix: str, names: Sequence[str], by_name: Mapping[str, Mapping[
             first = by_name[names[0]].get(key)
             if _text(first) != _text(value):
                 raise CheckpointMismatch(
-                    "the parameters of one live group had different hyperparameters; nothing was changed",
+                    "the parameters of one live group had different hyperparameters",
                     where=f"{prefix}{name}.{key}",
                     expected=f"{_text(first)}, as for {names[0]}",
                     found=_text(value),
-                    todo="build the optimizer with the groups of the run that saved it, or load with load_args=False",
                 )
     return {**by_name[names[0]], "params": list(names)}

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from orlop.errors import OptimizerRefused
-from orlop.optim.probe import LeafSpec, probe_state
+from orlop.optim.probe import LeafSpec, foresee_state, rebuild
 from orlop.optim.proof import Initial, prove
 from orlop.optim.toys import Subject
-from orlop.state.stock import empty_leaf, rebuild
+from orlop.state.stock import empty_leaf
 
 __all__ = ["InitialState", "initial_state"]
 
@@ -37,7 +37,7 @@ class InitialState:
 
 def initial_state(optimizer: Optimizer, param: Tensor) -> InitialState:
     """What the class would make for `param`, which has no state; nothing live changes."""
-    specs = probe_state(optimizer, [param])[param]
+    specs = foresee_state(optimizer, [param], optimizer.param_groups)[param]
     constants = _constants(optimizer, param)
     elementwise: dict[str, Tensor] = {}
     others: dict[str, Tensor | int | float] = {}

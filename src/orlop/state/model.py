@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from orlop import compat
 from orlop.errors import CheckpointMismatch
 from orlop.state.names import ParameterNames, clean_key, walk
+from orlop.state.plain import require_dense
 
-__all__ = ["ModelView", "install", "view_model"]
+__all__ = ["ModelView", "install", "is_extra_state", "view_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +62,16 @@ class ModelView:
     def targets(self) -> dict[str, Tensor]:
         """The tensors that a load fills, by FQN: the live ones, or new ones when loading goes `through`.
 
+        Modules' extra state is not among them: it may have another shape in every checkpoint.
+
         Raises:
             CheckpointMismatch: The model is still on the meta device.
         """
-        tensors = {fqn: value for fqn, value in self.entries.items() if isinstance(value, Tensor)}
+        tensors = {
+            fqn: value
+            for fqn, value in self.entries.items()
+            if isinstance(value, Tensor) and not is_extra_state(fqn)
+        }
         if metas := [fqn for fqn, tensor in tensors.items() if compat.local_tensor(tensor).is_meta]:
             raise CheckpointMismatch(
                 "the model is on the meta device and has no memory to load into; nothing was changed",
@@ -79,11 +86,17 @@ class ModelView:
         }
 
 
+def is_extra_state(fqn: str) -> bool:
+    """Whether the entry is what a module's `get_extra_state` gives, rather than a parameter or buffer."""
+    return fqn.rpartition(".")[2] == "_extra_state"
+
+
 def view_model(model: nn.Module) -> ModelView:
     """Look at a model; copies nothing. FSDP2 reshards its parameters at this, as for any `state_dict` call.
 
     Raises:
         CheckpointMismatch: Two keys become the same FQN once the wrappers' segments are gone.
+        CheckpointUnsafe: A tensor is of a form that can't be saved and read back: sparse, quantized, expanded.
     """
     state = model.state_dict()
     entries: dict[str, Any] = {}
@@ -94,6 +107,8 @@ def view_model(model: nn.Module) -> ModelView:
             raise CheckpointMismatch(
                 "two entries of the model have one name", where=fqn, found=f"{raw_keys[fqn]}, {key}"
             )
+        if isinstance(value, Tensor):
+            require_dense(value, f"model.{fqn}", is_live=not is_extra_state(fqn))
         entries[fqn], raw_keys[fqn] = value, key
     names = ParameterNames.of(model)
     return ModelView(
@@ -106,7 +121,7 @@ def _why_through(model: nn.Module, names: ParameterNames, entries: Mapping[str, 
         if (reason := compat.own_loading(module)) is not None:
             return f"{prefix.rstrip('.') or 'the model'} has {reason}"
     for fqn, value in entries.items():
-        if isinstance(value, Tensor) and not fqn.endswith("_extra_state"):
+        if isinstance(value, Tensor) and not is_extra_state(fqn):
             live = names.tensors.get(fqn)
             if live is None or not _same_memory(value, live):
                 return f"{fqn} in state_dict() is not the live tensor"

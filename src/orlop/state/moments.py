@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orlop import compat
 from orlop.dcp.layout import describe_layout, local_box
 from orlop.ranks import Ranks
 from orlop.state.absence import (
@@ -24,10 +25,13 @@ from orlop.state.absence import (
     reset_if_allowed,
     state_index,
 )
+from orlop.state.foresight import Foresight
 from orlop.state.names import ParameterNames
+from orlop.state.plain import placed
 from orlop.state.policy import LoadPolicy
 from orlop.state.report import Finding
-from orlop.state.stock import OptimizerState, keeps_state
+from orlop.state.slots import fit_slots
+from orlop.state.stock import OptimizerState, StockState
 from orlop.state.uneven import Holding, Scalars, decide_uneven
 from orlop.store.manifest import UnevenState
 
@@ -40,12 +44,14 @@ class Recorded:
 
     Attributes:
         is_known: Whether there is a record: what it does not call absent was there.
+        is_same_class: Whether the class that the optimizer has here made the state.
         absent: The FQNs without state.
         uneven: The parameters whose state differed by rank.
         aliases: Tied names, each with the one that was saved.
     """
 
     is_known: bool = False
+    is_same_class: bool = False
     absent: frozenset[str] = frozenset()
     uneven: Mapping[str, UnevenState] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -86,31 +92,39 @@ class StateLoad:
     scalars: dict[Tensor, Scalars] = field(default_factory=dict)
 
     def expect(self) -> None:
-        """Look at what the checkpoint has and what the parameters can take of it.
-
-        Raises:
-            CheckpointMismatch: A rank's part of a tensor is not one box.
-        """
+        """Look at what the checkpoint has."""
         index = state_index(self.stored, self.prefix)
         # Initial values that were stored for other readers are no state.
         self.index = {fqn: keys for fqn, keys in index.items() if fqn not in self.recorded.absent}
-        for param in self.params:
-            names = self._stored_names(param)
-            if not any(name in self.index for name in names):
-                # Asking for slots makes room: not for what is absent, nor for frozen parameters.
-                told = param.requires_grad and keeps_state(self.door, param)
-                self.wanted[param] = WantedState(names=names, tensors={}, is_stateful=told)
-                continue
-            slots = self.door.slots(param)
-            self.wanted[param] = WantedState(
-                names=names,
-                tensors={k: Wanted.of(f"{self.prefix}{names[0]}.{k}", t) for k, t in slots.items()},
-                numbers=self.door.number_keys(param),
-                is_stateful=bool(slots),
-            )
-            self.slots[param] = (
-                slots if self.into_live else {k: torch.empty_like(t) for k, t in slots.items()}
-            )
+
+    def _prepare(self, param: Tensor, small: Mapping[str, Any], foresight: Foresight) -> None:
+        """What the parameter can take of that."""
+        names = self._stored_names(param)
+        name = next((name for name in names if name in self.index), None)
+        if name is None:
+            # Making slots takes memory: not for what is absent, nor for frozen parameters.
+            told = param.requires_grad and bool(self.door.slots(param) or foresight.then(param))
+            self.wanted[param] = WantedState(names=names, tensors={}, is_stateful=told)
+            return
+        leaves = {key: f"{self.prefix}{name}.{key}" for key in sorted(self.index[name])}
+        fitted = fit_slots(
+            param,
+            self.door,
+            {key: self.stored[leaf] for key, leaf in leaves.items()},
+            foresight,
+            # Its own `load_state_dict` takes nothing that a host-resident class has no place for.
+            is_vouched=self.recorded.is_same_class and (self.into_live or isinstance(self.door, StockState)),
+            nothing=[key for key, leaf in leaves.items() if leaf in small and small[leaf] is None],
+        )
+        slots = fitted.tensors
+        self.wanted[param] = WantedState(
+            names=names,
+            tensors={k: Wanted.of(f"{self.prefix}{names[0]}.{k}", t) for k, t in slots.items()},
+            numbers=fitted.numbers,
+            optional=fitted.optional,
+            reasons=lambda key: foresight.explain(param, key),
+        )
+        self.slots[param] = slots if self.into_live else {k: torch.empty_like(t) for k, t in slots.items()}
 
     def _stored_names(self, param: Tensor) -> tuple[str, ...]:
         """The names that the checkpoint may have the parameter's state under: its own, then what those were tied to."""
@@ -120,7 +134,7 @@ class StateLoad:
 
     def unclaimed(self) -> frozenset[str]:
         """The names that have state in the checkpoint and are none of these parameters'."""
-        claimed = {name for wanted in self.wanted.values() for name in wanted.names}
+        claimed = {name for param in self.params for name in self._stored_names(param)}
         return frozenset(set(self.index) - claimed)
 
     def small_leaves(self) -> list[str]:
@@ -133,24 +147,30 @@ class StateLoad:
         self.absent = list(self.params)
 
     def decide(
-        self, small: Mapping[str, Any], saved_names: set[str]
+        self, small: Mapping[str, Any], saved_names: set[str], foresight: Foresight
     ) -> tuple[list[Finding], dict[str, Tensor]]:
         """Findings, and the leaves to fill. Changes nothing live.
 
         Args:
             small: The leaves of `small_leaves`, read.
             saved_names: The parameters that were in the saved groups, by their live names.
+            foresight: What the class makes, with the groups as the load leaves them.
+
+        Raises:
+            CheckpointMismatch: A rank's part of a tensor is not one box.
         """
         findings: list[Finding] = []
         fills: dict[str, Tensor] = {}
-        for param, wanted in self.wanted.items():
+        for param in self.params:
+            self._prepare(param, small, foresight)
+            wanted = self.wanted[param]
             decided = self._decide_param(param, wanted, small, saved_names)
             findings += decided.findings
             if decided.name is None:
                 self.absent.append(param)
                 continue
             self.present[param] = decided.name
-            for key, slot in self.slots[param].items():
+            for key, slot in self._filled(param).items():
                 first = fills.setdefault(f"{self.prefix}{decided.name}.{key}", slot)
                 if first is not slot:
                     self.copies.append((slot, first))
@@ -185,15 +205,21 @@ class StateLoad:
             decided.findings.append(Finding(verdict="merged", leaf=leaf, detail=detail))
         return decided
 
+    def _filled(self, param: Tensor) -> dict[str, Tensor]:
+        keys = self.index[self.present[param]]
+        return {key: slot for key, slot in self.slots[param].items() if key in keys}
+
     def complete(self, small: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-        """Finish the filled slots; returns the numbers of each parameter that has state."""
+        """Finish the filled slots; returns the state of each parameter that has some, whole."""
         for slot, filled in self.copies:
             slot.copy_(filled)
-        numbers: dict[Tensor, dict[str, Any]] = {}
+        states: dict[Tensor, dict[str, Any]] = {}
         for param, name in self.present.items():
-            own = self.scalars.get(param, {})
+            own, slots = self.scalars.get(param, {}), self._filled(param)
             keys = self.wanted[param].numbers & self.index[name]
-            numbers[param] = {key: own.get(key, small[f"{self.prefix}{name}.{key}"]) for key in keys}
-            for key in own.keys() & self.slots[param].keys():
-                self.slots[param][key].fill_(own[key])
-        return numbers
+            numbers = {key: own.get(key, small[f"{self.prefix}{name}.{key}"]) for key in keys}
+            for key in own.keys() & slots.keys():
+                slots[key].fill_(own[key])
+            device = compat.local_tensor(param).device
+            states[param] = {**slots, **{key: placed(value, device) for key, value in numbers.items()}}
+        return states

@@ -18,22 +18,32 @@ from orlop import compat
 from orlop.errors import CheckpointMismatch, StateNotReady
 from orlop.ranks import Ranks
 from orlop.state.absence import Stored
-from orlop.state.groups import match_groups, plan_group, read_groups, write_group
+from orlop.state.classes import contradicting_class
+from orlop.state.foresight import Foresight
+from orlop.state.groups import plan_group, read_groups, write_group
 from orlop.state.moments import Recorded, StateLoad
 from orlop.state.names import ParameterNames, group_names
+from orlop.state.pairing import pair_groups
 from orlop.state.policy import LoadPolicy, Options
 from orlop.state.report import Finding, GroupDifference, Verdict
+from orlop.state.schedule import GroupOrder, find_order
 from orlop.state.stock import class_name, state_of
 from orlop.store.manifest import Manifest
 
 __all__ = ["OptimizerLoad"]
 
 
-def _recorded(name: str, manifest: Manifest | None) -> Recorded:
+def _finding(verdict: Verdict, error: CheckpointMismatch) -> Finding:
+    detail = f"{error.what}: expected {error.expected}, found {error.found}"
+    return Finding(verdict=verdict, leaf=error.where or "", detail=detail)
+
+
+def _recorded(name: str, optimizer: Optimizer, manifest: Manifest | None) -> Recorded:
     if manifest is None:
         return Recorded()
     return Recorded(
         is_known=True,
+        is_same_class=manifest.optimizer_classes.get(name) == class_name(optimizer),
         absent=frozenset(manifest.absent.get(name, [])),
         uneven=manifest.uneven.get(name, {}),
         aliases=manifest.aliases,
@@ -51,7 +61,8 @@ class OptimizerLoad:
         manifest: What orlop recorded at the save; None for a checkpoint from elsewhere.
         state: The state of its parameters.
         group_names: The names in each live group, over all ranks.
-        order: For each live group, the saved group's index; None while groups are not taken.
+        saved: The saved groups, with live names.
+        order: For each live group, the saved group's index; None for one that keeps its values.
         values: What each live group takes.
         through: Whether it has load hooks of its own, so that its `load_state_dict` must run.
     """
@@ -68,7 +79,8 @@ class OptimizerLoad:
     load_args: bool
     policy: LoadPolicy
     group_names: list[list[str]] = field(default_factory=list)
-    order: list[int] | None = None
+    saved: list[dict[str, Any]] = field(default_factory=list)
+    order: tuple[int | None, ...] | None = None
     values: list[dict[str, Any]] = field(default_factory=list)
     through: bool = False
 
@@ -84,11 +96,7 @@ class OptimizerLoad:
         ranks: Ranks,
         options: Options,
     ) -> OptimizerLoad:
-        """What `optimizer` expects; where the checkpoint has nothing under its label, it expects nothing.
-
-        Raises:
-            CheckpointMismatch: A rank's part of a tensor is not one box.
-        """
+        """What `optimizer` expects; where the checkpoint has nothing under its label, it expects nothing."""
         label = f"{options.key_prefix}{name}"
         through = bool(compat.load_pre_hooks(optimizer))
         door = state_of(optimizer)
@@ -100,7 +108,7 @@ class OptimizerLoad:
             names=names,
             door=door,
             stored=stored,
-            recorded=_recorded(name, manifest),
+            recorded=_recorded(name, optimizer, manifest),
             ranks=ranks,
             policy=options.policy,
             into_live=not through,
@@ -141,40 +149,59 @@ class OptimizerLoad:
 
     def group_leaves(self) -> list[str]:
         """The keys of its groups."""
-        whole = self.groups_prefix.rstrip(".")  # all of them in one leaf, as torch wrote them up to 2.3
+        whole = self.groups_leaf  # all of them in one leaf, as torch wrote them up to 2.3
         return [key for key in self.stored if key == whole or key.startswith(self.groups_prefix)]
 
     def decide(
         self, small: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None, *, is_weights_only: bool
     ) -> tuple[list[Finding], list[GroupDifference], dict[str, Tensor]]:
-        """Findings, hyperparameters that differ, and the leaves to fill. Changes nothing live.
-
-        Raises:
-            CheckpointMismatch: The groups do not match.
-        """
-        if (saved_class := self._other_class()) is not None and (self.load_states or self.load_args):
-            detail = f"saved by {saved_class}, and this run has {class_name(self.optimizer)}"
-            return [Finding(verdict="class", leaf=self.label, detail=detail)], [], {}
+        """Findings, hyperparameters that differ, and the leaves to fill. Changes nothing live."""
+        wanted = self.load_states or self.load_args
+        if wanted and (saved_class := self._other_class()) is not None:
+            return [self._class_finding(saved_class)], [], {}
         if not self.is_known:
             return [self._not_there(is_weights_only)], [], {}
-        saved = self._read_groups(small, paths)
-        findings, fills = self._decide_state(small, {name for group in saved for name in group["params"]})
-        if saved:
-            return findings, self._decide_groups(saved), fills
+        findings = self._read_groups(small, paths)
+        if wanted and (saved_class := self._contradicting_class()) is not None:
+            return [self._class_finding(saved_class)], [], {}
+        paired, differences = self._decide_groups()
+        found, fills = self._decide_state(small)
         if self.load_args:
+            findings += paired
+        if self.load_args and not self.saved and not findings:
             verdict: Verdict = "kept" if self.policy.allow_missing else "missing"
-            findings.append(Finding(verdict=verdict, leaf=self.groups_prefix.rstrip(".")))
-        return findings, [], fills
+            findings.append(Finding(verdict=verdict, leaf=self.groups_leaf))
+        return [*found, *findings], differences, fills
+
+    def _class_finding(self, saved_class: str) -> Finding:
+        detail = f"saved by {saved_class}, and this run has {class_name(self.optimizer)}"
+        return Finding(verdict="class", leaf=self.label, detail=detail)
+
+    def _contradicting_class(self) -> str | None:
+        """The class that the saved groups show, where nothing records it and it is not this one."""
+        is_recorded = self.manifest is not None and self.name in self.manifest.optimizer_classes
+        if is_recorded or self.policy.allow_other_class:
+            return None
+        for live in self.optimizer.param_groups[:1]:
+            for saved in self.saved:
+                if len(saved) > 1:
+                    return contradicting_class(self.optimizer, live, saved)
+        return None
+
+    @property
+    def groups_leaf(self) -> str:
+        """What its groups are called as a whole."""
+        return self.groups_prefix.rstrip(".")
 
     def _read_groups(
         self, small: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None
-    ) -> list[dict[str, Any]]:
+    ) -> list[Finding]:
+        firsts = self.manifest.group_firsts.get(self.name, []) if self.manifest is not None else []
         try:
-            return read_groups(self.groups_prefix, small, paths, self.group_names, self._rename)
-        except CheckpointMismatch:
-            if self.load_args:
-                raise
-            return []
+            self.saved = read_groups(self.groups_prefix, small, paths, self.group_names, self._rename, firsts)
+        except CheckpointMismatch as error:
+            return [_finding("groups", error)] if self.load_args else []
+        return []
 
     def _not_there(self, is_weights_only: bool) -> Finding:
         """The finding where the checkpoint has nothing of this optimizer: all state is fresh, or that is a fault."""
@@ -189,18 +216,21 @@ class OptimizerLoad:
         verdict: Verdict = "kept" if self.policy.allow_missing else "missing"
         return Finding(verdict=verdict, leaf=self.label, detail="nothing of this optimizer is there")
 
-    def _decide_state(
-        self, small: Mapping[str, Any], saved_names: set[str]
-    ) -> tuple[list[Finding], dict[str, Tensor]]:
+    def _decide_state(self, small: Mapping[str, Any]) -> tuple[list[Finding], dict[str, Tensor]]:
         if not self.load_states:
             self.state.start_afresh()
             leaf = self.state.prefix.rstrip(".")
             return [Finding(verdict="ignored", leaf=leaf, detail="load_states=False")], {}
-        findings, fills = self.state.decide(small, saved_names)
+        saved_names = {name for group in self.saved for name in group["params"]}
+        findings, fills = self.state.decide(small, saved_names, self._foresight())
         if self.through:
             detail = "it has load_state_dict hooks"
             findings.append(Finding(verdict="through", leaf=self.label, detail=detail))
         return findings, fills
+
+    def _foresight(self) -> Foresight:
+        saved = [{} if partner is None else self.saved[partner] for partner in self.order or ()]
+        return Foresight(optimizer=self.optimizer, taken=self.values, saved=saved)
 
     def _rename(self, saved: Sequence[str]) -> list[str]:
         """A saved group's names as the live ones: tied names lead to the first one, and untied ones to both."""
@@ -210,43 +240,79 @@ class OptimizerLoad:
         grown = [alias for alias, first in aliases.items() if first in saved and alias in live]
         return list(dict.fromkeys([*renamed, *grown]))
 
-    def _decide_groups(self, saved: list[dict[str, Any]]) -> list[GroupDifference]:
-        try:
-            order = match_groups(self.group_names, [group["params"] for group in saved], self.label)
-        except CheckpointMismatch:
-            if self.load_args:
-                raise
-            return []
-        self.order = order if self.load_args else None
+    def _decide_groups(self) -> tuple[list[Finding], list[GroupDifference]]:
+        if not self.saved:
+            return [], []
+        names = [group["params"] for group in self.saved]
+        pairing = pair_groups(self.group_names, names, self.groups_leaf, self.policy)
+        self.order = pairing.order
+        findings = list(pairing.findings)
         differences: list[GroupDifference] = []
         added = compat.values_before_options(self.optimizer)
-        for index, (live, partner) in enumerate(zip(self.optimizer.param_groups, order)):
+        for index, partner in enumerate(pairing.order or ()):
+            live, saved = (
+                self.optimizer.param_groups[index],
+                self.saved[partner] if partner is not None else {},
+            )
             label = f"{self.label}[{index}]"
-            values, changed = plan_group(label, live, saved[partner], added, taken=self.load_args)
+            try:
+                values, changed = plan_group(label, live, saved, added, taken=self.load_args)
+            except CheckpointMismatch as error:
+                findings.append(_finding("shape", error))
+                continue
             differences += changed
-            if self.load_args:
-                self.values.append(values)
-        return differences
+            self.values.append(values if self.load_args else {})
+        return findings, differences
+
+    def arrange_schedule(self, state: Any, live: Any) -> Any:
+        """A scheduler's saved state for the live groups; without `load_args` its learning rates stay the live ones."""
+        order, num_saved = self.order, len(self.saved)
+        if order is None:
+            order = tuple(range(len(self.optimizer.param_groups)))
+            num_saved = len(order)
+        arranged = GroupOrder(order=order, num_saved=num_saved, keeps_rates=not self.load_args)
+        return arranged.arrange(state, live)
+
+    def settle_order(self, scheduler: Any) -> Finding | None:
+        """Find the order of saved groups by a scheduler's state, where the layout keeps none.
+
+        Returns:
+            A fault where it can't be told.
+        """
+        is_flattened = not any(key == self.groups_leaf for key in self.stored) and not any(
+            key.startswith(f"{self.groups_prefix}0.params") for key in self.stored
+        )
+        has_record = self.manifest is not None and bool(self.manifest.group_firsts.get(self.name))
+        if has_record or not is_flattened or self.order is None or len(self.saved) < 2:
+            return None
+        found = find_order(scheduler, self.saved)
+        if found is None:
+            detail = (
+                "the flattened layout keeps no order of groups, and the scheduler's rates fit more than one"
+            )
+            return Finding(verdict="groups", leaf=self.groups_leaf, detail=detail)
+        self.order = tuple(None if index is None else found[index] for index in self.order)
+        return None
 
     def install(self, small: Mapping[str, Any]) -> None:
-        """Make the filled slots the optimizer's state, and write the groups' values into the live dicts."""
-        numbers = self.state.complete(small)
+        """Make what was loaded the optimizer's state, and write the groups' values into the live dicts."""
+        states = self.state.complete(small)
         if self.through and self.load_states and self.is_known:
-            self._install_through(numbers)
+            self._install_through(states)
             return
-        self.state.door.restored(numbers, self.state.absent)
+        self.state.door.restored(states, self.state.absent)
         for group, values in zip(self.optimizer.param_groups, self.values):
             write_group(group, values)
         for hook in compat.load_post_hooks(self.optimizer):
             hook(self.optimizer)
 
-    def _install_through(self, numbers: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def _install_through(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
         ids = {param: index for index, param in enumerate(self.state.params)}
-        groups, slots = self.optimizer.param_groups, self.state.slots
+        groups = self.optimizer.param_groups
         values = self.values or [{} for _ in groups]
         self.optimizer.load_state_dict(
             {
-                "state": {ids[param]: {**slots[param], **numbers[param]} for param in self.state.present},
+                "state": {ids[param]: dict(state) for param, state in states.items()},
                 "param_groups": [
                     {**group, **new, "params": [ids[param] for param in group["params"]]}
                     for group, new in zip(groups, values)

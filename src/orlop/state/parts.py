@@ -7,7 +7,7 @@ storage.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from orlop.errors import OptimizerRefused
 from orlop.ranks import Ranks
 from orlop.state.model import view_model
 from orlop.state.names import ParameterNames, group_names, require_all_named
-from orlop.state.plain import plain, require_storable
+from orlop.state.plain import digest, plain, require_storable
 from orlop.state.stock import state_of
 from orlop.state.uneven import Scalars
 
@@ -61,6 +62,8 @@ class LocalParts:
         aliases: Tied names of the model, each with the name under which the tensor is saved.
         left_out: The FQNs of the model that are not saved, on purpose.
         params: The live parameters and buffers by FQN.
+        replicas: Digests of the plain state that an optimizer keeps for DTensor parameters, by key: DCP takes it for
+            the same on all ranks.
     """
 
     tensors: dict[tuple[Any, ...], Any]
@@ -72,6 +75,7 @@ class LocalParts:
     aliases: dict[str, str]
     left_out: list[str]
     params: Mapping[str, Tensor]
+    replicas: dict[str, str] = field(default_factory=dict)
 
 
 def plain_parts(live: Live) -> dict[str, Any]:
@@ -95,6 +99,7 @@ def collect(live: Live, *, save_optimizer: bool, include_frozen: bool) -> LocalP
     Raises:
         ParameterReplaced: An optimizer holds parameters that are not in the model.
         CheckpointUnsafe: A part's state is not plain data.
+        OptimizerRefused: An optimizer keeps state where no load would find it.
     """
     view = view_model(live.model)
     aliases = view.aliases()
@@ -129,22 +134,24 @@ def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, name
     door = state_of(optimizer)
     door.require_ready()
     door.synchronize()
+    _require_loadable(label, optimizer)
     local.stepped[label], local.absent[label] = {}, []
     scalars: dict[tuple[str, str], Any] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             fqn = names.first(param)
             state = optimizer.state[param] if door.stepped(param) else {}
+            if all(value is None for value in state.values()):
+                local.absent[label].append(fqn)
+                continue
+            local.stepped[label][fqn] = {}
             for key, value in state.items():
-                path = (label, "state", fqn, key)
-                if value is None:
-                    continue
-                local.stepped[label].setdefault(fqn, {})
+                path = (label, "state", fqn, _require_key(key, f"{label}.state.{fqn}"))
                 local.tensors[path] = value if isinstance(value, Tensor) else plain(value, ".".join(path))
                 if is_scalar(value):
                     scalars[fqn, key] = value
-            if fqn not in local.stepped[label]:
-                local.absent[label].append(fqn)
+                elif isinstance(param, DTensor) and not isinstance(value, DTensor):
+                    local.replicas[f"{label}.state.{fqn}.{key}"] = digest(plain(value, fqn))
     for (fqn, key), number in zip(scalars, read_scalars(list(scalars.values()))):
         local.stepped[label][fqn][key] = number
     local.groups[label] = [
@@ -158,6 +165,43 @@ def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, name
         }
         for group, fqns in zip(optimizer.param_groups, group_names(names, optimizer))
     ]
+
+
+def _require_loadable(label: str, optimizer: Optimizer) -> None:
+    """Refuse what torch's classes never have, and what a checkpoint has no name for."""
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    for key, entry in optimizer.state.items():
+        if key not in params and not (isinstance(entry, Mapping) and not entry):
+            raise OptimizerRefused(
+                "`optimizer.state` holds an entry for no parameter of its groups, and a checkpoint has no name for it",
+                where=f"{label}.state",
+                expected="parameters of its groups",
+                found=f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key),
+                todo="keep such state in the param groups, or with the parameters",
+            )
+    kind: type[Optimizer] = getattr(optimizer, "swapped_class", type(optimizer))
+    if kind.state_dict is not Optimizer.state_dict:
+        more = sorted(map(repr, optimizer.state_dict().keys() - {"state", "param_groups"}))
+        if more:
+            raise OptimizerRefused(
+                f"{kind.__name__}.state_dict() has keys of its own, which a checkpoint would lose",
+                where=label,
+                expected="'state' and 'param_groups'",
+                found=f"{', '.join(more)} besides",
+                todo="keep such state in the param groups, or save it as a part of its own",
+            )
+
+
+def _require_key(key: Any, where: str) -> str:
+    if isinstance(key, str) and "." not in key:
+        return key
+    raise OptimizerRefused(
+        "this key of an optimizer's state could not be told from a parameter's name in a checkpoint",
+        where=where,
+        expected="a string without dots",
+        found=repr(key),
+        todo="name the state otherwise",
+    )
 
 
 def is_scalar(value: Any) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from orlop import compat
 from orlop.errors import CheckpointUnsafe
 
-__all__ = ["digest", "plain", "registered_classes", "require_storable"]
+__all__ = ["digest", "placed", "plain", "registered_classes", "require_dense", "require_storable"]
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -56,6 +56,17 @@ def plain(value: Any, where: str) -> Any:
     return _scalar(value, where)
 
 
+def placed(value: Any, device: torch.device) -> Any:
+    """A copy of plain data that was read, with its tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, dict):
+        return type(value)({key: placed(item, device) for key, item in value.items()})
+    if type(value) in (list, tuple, set):
+        return type(value)(placed(item, device) for item in value)
+    return value
+
+
 def registered_classes() -> frozenset[type]:
     """The classes that the user allowed by `torch.serialization.add_safe_globals`: they are data, too."""
     entries = (
@@ -65,11 +76,12 @@ def registered_classes() -> frozenset[type]:
 
 
 def require_storable(value: Tensor, where: str) -> Tensor:
-    """The tensor itself, if it is of a class that can be read back without running code.
+    """The tensor itself, if it can be read back as it is, without running code.
 
     Raises:
-        CheckpointUnsafe: It is of another class; the message names it.
+        CheckpointUnsafe: It is of another class, or its form is none that a record holds; the message names it.
     """
+    require_dense(value, where)
     if compat.is_plain_tensor(value) or type(value) in registered_classes():
         return value
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -82,8 +94,43 @@ def require_storable(value: Tensor, where: str) -> Tensor:
     )
 
 
+def require_dense(value: Tensor, where: str, *, is_live: bool = False) -> None:
+    """Refuse a tensor that a record can't hold as it is.
+
+    Args:
+        value: The tensor.
+        where: The name of the leaf, for the message.
+        is_live: It will be filled in place: its elements must not share memory either.
+
+    Raises:
+        CheckpointUnsafe: Names the leaf and what is unusual.
+    """
+    is_strided = value.layout == torch.strided and not value.is_nested
+    forms = (
+        ("a nested tensor", value.is_nested),
+        (f"layout {value.layout}", not is_strided),
+        ("a quantized tensor", value.is_quantized),
+        ("a partial placement", any(placement.is_partial() for placement in compat.placements(value))),
+        ("elements that share memory (an expanded tensor)", is_live and is_strided and _overlaps(value)),
+    )
+    if found := [form for form, is_so in forms if is_so]:
+        raise CheckpointUnsafe(
+            "a tensor of this form can't be saved and read back into place",
+            where=where,
+            expected="a dense tensor with memory of its own",
+            found=f"{found[0]}, {type(value).__name__}",
+            todo="make it dense: `.contiguous()`, `.to_dense()`, `.dequantize()` or `.redistribute(...)`",
+        )
+
+
+def _overlaps(value: Tensor) -> bool:
+    return value.numel() > 0 and any(
+        step == 0 and size > 1 for step, size in zip(value.stride(), value.shape)
+    )
+
+
 def _tensor(value: Tensor) -> Tensor:
-    host = value.detach().cpu()
+    host = value.detach().resolve_conj().resolve_neg().cpu()
     # Saving a view would write the whole storage behind it.
     if host.is_contiguous() and host.untyped_storage().nbytes() == host.numel() * host.element_size():
         return host

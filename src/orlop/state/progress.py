@@ -26,19 +26,18 @@ class Progress:
         """Returns the counters."""
         return asdict(self)
 
+    def check_state_dict(self, state: Mapping[str, int]) -> str:
+        """Why these can't be taken over; empty where they can."""
+        expected = {field.name for field in fields(self)}
+        return "" if set(state) == expected else f"expected {sorted(expected)}, found {sorted(state)}"
+
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Takes the counters over.
 
         Raises:
             CheckpointMismatch: A counter is missing or unknown; nothing has changed.
         """
-        expected = {field.name for field in fields(self)}
-        if set(state) != expected:
-            raise CheckpointMismatch(
-                "The saved progress has other counters",
-                where="progress",
-                expected=", ".join(sorted(expected)),
-                found=", ".join(sorted(state)),
-            )
-        for name in expected:
-            setattr(self, name, int(state[name]))
+        if misfit := self.check_state_dict(state):
+            raise CheckpointMismatch("The saved progress has other counters", where="progress", found=misfit)
+        for field in fields(self):
+            setattr(self, field.name, int(state[field.name]))

@@ -39,9 +39,15 @@ Verdict = Literal[
     "weights only",  # a run would go on by itself with fresh state
     "class",  # another optimizer class wrote the state
     "layout",  # not one name matches
+    "groups",  # param groups are cut otherwise
     "missing",
     "lost",  # the manifest says that it was saved, and it is not there
     "unexpected",
+    "missing part",  # a part of the run that the checkpoint lacks
+    "unexpected part",  # a run that goes on by itself would leave a part of the checkpoint behind
+    "other ranks",  # a part that each rank has its own of, and there is another number of ranks
+    "unfit",  # a part can't take its state
+    "no part",  # the policy skips what nobody knows
     "partial",
     "uneven",  # state differed by rank, and the ranks are cut otherwise now
     "untied",  # two tensors in the checkpoint that are one here
@@ -55,8 +61,12 @@ _FAULTS = frozenset(_VERDICTS[_VERDICTS.index("weights only") :])
 _ADVICE: dict[Verdict, str] = {
     "weights only": "to start from weights: LoadPolicy(allow_weights_only=True)",
     "class": "if it is the same rule under another name: LoadPolicy(allow_other_class=True)",
+    "groups": "build the optimizer with the groups of the run that saved it, or load with load_args=False",
     "missing": "to keep live values of what is missing: LoadPolicy(allow_missing=True)",
     "unexpected": "to ignore what is not wanted here: LoadPolicy(allow_unexpected=True)",
+    "unexpected part": "give the engine the part that it was saved with",
+    "other ranks": "resume on as many ranks as saved it",
+    "no part": "name parts in skip_parts as the engine or the checkpoint does",
     "untied": "to load the first of two tensors: LoadPolicy(allow_unexpected=True)",
     "partial": "to give a parameter fresh state: LoadPolicy(reset_damaged=(its name,))",
     "uneven": "to take the largest scalars: LoadPolicy(merge_uneven=True)",
@@ -64,6 +74,8 @@ _ADVICE: dict[Verdict, str] = {
     "lost": "take another checkpoint; to give a parameter fresh state: LoadPolicy(reset_damaged=(its name,))",
     "uncovered": "take another checkpoint; to give a parameter fresh state: LoadPolicy(reset_damaged=(its name,))",
 }
+# Parts that a policy can leave as they are here.
+_SKIPPABLE = frozenset({"missing part", "unexpected part", "other ranks", "unfit"})
 _SHOWN_FAULTS = 200
 _SHOWN_ROWS = 5
 
@@ -222,10 +234,18 @@ def require_no_faults(found: Iterable[Finding], where: str) -> None:
         + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()),
         where=where,
         found=lines + more,
-        todo="; ".join(
-            [
-                "load it into the model and optimizer that it was saved from",
-                *(_ADVICE[v] for v in _ADVICE if counts[v]),
-            ]
-        ),
+        todo=_advise(wrong, counts),
     )
+
+
+def _advise(wrong: Sequence[Finding], counts: Mapping[Verdict, int]) -> str:
+    advice = [_ADVICE[verdict] for verdict in _ADVICE if counts[verdict]]
+    if not counts.keys() <= {*_SKIPPABLE, "no part"}:
+        advice.insert(0, "load it into the model and optimizer that it was saved from")
+    parts = sorted({finding.leaf for finding in wrong if finding.verdict in _SKIPPABLE})
+    if parts:
+        names = ", ".join(map(repr, parts))
+        advice.append(f"to leave these parts as they are here: LoadPolicy(skip_parts={{{names}}})")
+    if any("LoadPolicy(" in each for each in advice):
+        advice.append("a LoadPolicy is given as policy= to load_dcp, CheckpointStore.resume or Trainer")
+    return "; ".join(advice)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
 
+from orlop.arguments import require_kind
 from orlop.errors import CheckpointMismatch
 
 _log = logging.getLogger("orlop")
@@ -36,7 +38,10 @@ class RngState:
     per_rank = True
 
     def __init__(self, generators: Mapping[str, torch.Generator] | None = None) -> None:
+        require_kind("generators", generators, (Mapping, NoneType), "a mapping: torch.Generators by name")
         self._generators = dict(generators or {})
+        for name, each in self._generators.items():
+            require_kind(f"generator {name!r}", each, torch.Generator, "a torch.Generator")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the streams' states as plain data."""
@@ -49,6 +54,14 @@ class RngState:
             "generators": {name: _to_bytes(each.get_state()) for name, each in self._generators.items()},
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> str:
+        """Why `state` can't be restored here; empty where it can. Changes nothing."""
+        try:
+            self._rehearse(state)
+        except CheckpointMismatch as error:
+            return f"expected {error.expected}, found {error.found}"
+        return ""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues the streams where `state` left them.
 
@@ -59,6 +72,18 @@ class RngState:
             CheckpointMismatch: `state` isn't what `state_dict` returns, or names other generators or another
                 kind of NumPy generator than the live ones; nothing has changed.
         """
+        python, numpy_state, cpu, named = self._rehearse(state)
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        for name, each in named.items():
+            self._generators[name].set_state(each)
+        _restore_accelerator(state["accelerator"])
+
+    def _rehearse(
+        self, state: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]:
+        """The states of Python, NumPy, torch and the generators, each tried out on a throw-away one."""
         try:
             python = _python_state(state["python"])
             random.Random().setstate(python)
@@ -69,28 +94,26 @@ class RngState:
             named = {name: _from_bytes(each) for name, each in state["generators"].items()}
             for name, each in named.items():
                 torch.Generator(self._generators[name].device).set_state(each)
-            accelerator = state["accelerator"]
+            state["accelerator"]
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise CheckpointMismatch(
-                "The saved random state can't be restored; nothing was changed",
-                where="rng",
-                expected="the states of Python, NumPy, torch and these generators: "
-                + _names(self._generators),
-                found=f"{type(error).__name__}: {error}",
+            raise _mismatch(
+                "can't be restored",
+                f"the states of Python, NumPy, torch and these generators: {_names(self._generators)}",
+                f"{type(error).__name__}: {error}",
             ) from error
         if set(named) != set(self._generators):
-            raise CheckpointMismatch(
-                "The saved random state lacks a generator; nothing was changed",
-                where="rng",
-                expected=_names(self._generators),
-                found=_names(named),
-            )
-        random.setstate(python)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(cpu)
-        for name, each in named.items():
-            self._generators[name].set_state(each)
-        _restore_accelerator(accelerator)
+            raise _mismatch("lacks a generator", _names(self._generators), _names(named))
+        return python, numpy_state, cpu, named
+
+
+def _mismatch(fault: str, expected: str, found: str) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        f"The saved random state {fault}; nothing was changed",
+        where="rng",
+        expected=expected,
+        found=found,
+        todo="to start the random streams afresh: LoadPolicy(skip_parts={'rng'})",
+    )
 
 
 def _names(generators: Mapping[str, object]) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "find_uneven",
     "lacks_writer",
     "record_uneven",
+    "require_equal_replicas",
 ]
 
 Scalars = dict[str, int | float]
@@ -39,21 +40,33 @@ class Told:
 
     Attributes:
         names: For each optimizer the FQNs in each group.
+        values: For each optimizer the hyperparameters of each group.
         stepped: For each optimizer the FQNs with state, each with the state's scalars.
         absent: For each optimizer the FQNs without state.
         aliases: Tied names, each with the name that is saved.
         left_out: FQNs of the model that are not saved.
+        replicas: Digests of plain state of DTensor parameters, by key.
     """
 
     names: dict[str, list[list[str]]] = field(default_factory=dict)
+    values: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     stepped: dict[str, dict[str, Scalars]] = field(default_factory=dict)
     absent: dict[str, list[str]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    replicas: dict[str, str] = field(default_factory=dict)
 
     def plain(self) -> list[object]:
         """As plain data, to be digested."""
-        return [self.names, self.stepped, self.absent, self.aliases, self.left_out]
+        return [
+            self.names,
+            self.values,
+            self.stepped,
+            self.absent,
+            self.aliases,
+            self.left_out,
+            self.replicas,
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +113,28 @@ def check_replicas(
                     expected=f"as on rank {known_rank}: {known}",
                     found=f"on rank {rank}: {scalars}",
                     todo="give parameters that belong to one rank alone a name of their own, or make them DTensors",
+                )
+
+
+def require_equal_replicas(everyone: Sequence[Told]) -> None:
+    """Refuse plain state of a sharded parameter that differs by rank.
+
+    Raises:
+        CheckpointMismatch: Names the leaf and the ranks.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, told in enumerate(everyone):
+        for key, digest in told.replicas.items():
+            known_rank, known = first.setdefault(key, (rank, digest))
+            if known != digest:
+                raise CheckpointMismatch(
+                    "replica content differs: an optimizer keeps plain tensors of each rank's own for a sharded "
+                    "parameter, and a checkpoint would hold one rank's",
+                    where=key,
+                    expected=f"the same on all ranks, or a DTensor; as on rank {known_rank}",
+                    found=f"other content on rank {rank}",
+                    todo="use an optimizer whose state follows the parameter's placements (orlop.swap does for "
+                    "elementwise classes)",
                 )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from orlop.state.absence import Stored, Wanted, check_tensor
 from orlop.state.matching import check_model_layout
-from orlop.state.model import ModelView, install
+from orlop.state.model import ModelView, install, is_extra_state
 from orlop.state.policy import LoadPolicy
 from orlop.state.report import Finding, Verdict
 from orlop.store.manifest import Manifest
@@ -54,12 +54,13 @@ class ModelLoad:
     is_foreign: bool = False
 
     def small_leaves(self) -> list[str]:
-        """The keys of plain data (modules' extra state)."""
+        """The keys of plain data and of modules' extra state, which may be a tensor of any shape."""
         return [key for key in self.stored if self._is_data(key)]
 
     def _is_data(self, key: str) -> bool:
-        wanted = key.removeprefix(self.prefix) in self.view.entries or self.view.through is not None
-        return key.startswith(self.prefix) and self.stored[key].is_bytes and wanted
+        fqn = key.removeprefix(self.prefix)
+        wanted = fqn in self.view.entries or self.view.through is not None
+        return key.startswith(self.prefix) and wanted and (self.stored[key].is_bytes or is_extra_state(fqn))
 
     def decide(self) -> None:
         """Give each leaf its verdict and choose what to fill. Changes nothing live."""
@@ -102,7 +103,7 @@ class ModelLoad:
             self._decide_leaf(fqn)
         for fqn in sorted(mine - set(self.view.entries)):
             key = f"{self.prefix}{fqn}"
-            if not self.stored[key].is_bytes:
+            if not self._is_data(key):
                 self.targets[fqn] = self.fills[key] = scratch(self.stored[key])
 
     def _decide_tied(self, fqn: str, first: str) -> None:
@@ -119,11 +120,15 @@ class ModelLoad:
     def _decide_leaf(self, fqn: str) -> None:
         key = f"{self.prefix}{fqn}"
         target = self.targets.get(fqn)
-        if target is None:
-            self._find("loaded" if self.stored[key].is_bytes else "kind", fqn)
-            return
-        self.findings.append(check_tensor(key, Wanted.of(key, target), self.stored[key], self.policy))
-        self.fills[key] = target
+        stored = self.stored[key]
+        if target is not None:
+            self.findings.append(check_tensor(key, Wanted.of(key, target), stored, self.policy))
+            self.fills[key] = target
+        elif stored.shape is not None and stored.dtype is not None and self._is_data(key):
+            whole = Wanted(shape=stored.shape, dtype=stored.dtype)
+            self.findings.append(check_tensor(key, whole, stored, self.policy))
+        else:
+            self._find("loaded" if stored.is_bytes else "kind", fqn)
 
     def _find(self, verdict: Verdict, fqn: str, detail: str = "") -> None:
         self.findings.append(Finding(verdict=verdict, leaf=f"{self.prefix}{fqn}", detail=detail))

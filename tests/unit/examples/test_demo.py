@@ -56,7 +56,9 @@ def test_the_command_is_the_example_under_torchrun() -> None:
 def test_a_signal_ends_the_demo_and_every_process(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "out"
     words = f"[sys.executable, {str(STAND_IN)!r}, '{{run}}', '999', '3', 'none']"
-    script = f"import sys, demo; demo.command = lambda options: {words}; sys.exit(demo.main())"
+    # Shells start background jobs with SIGINT ignored, and children inherit that: not what is tried here.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    script = f"{heard}; import sys, demo; demo.command = lambda options: {words}; sys.exit(demo.main())"
     child = subprocess.Popen(
         [sys.executable, "-c", script, "--out", str(out)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(demo.__file__).parent), *sys.path])},

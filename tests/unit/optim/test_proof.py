@@ -235,3 +235,39 @@ def test_construction_says_what_a_class_that_can_not_be_cut_needs(caplog):
     assert optimizer.device_bytes > 600
     assert f"a step may take {optimizer.device_bytes:,} bytes" in caplog.text
     assert orlop.SwapAdamW(make_params(), window_bytes=600).device_bytes == 600
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_options_that_the_dtype_can_not_hold_are_named(optimizer_class):
+    params = [torch.nn.Parameter(torch.randn(4, dtype=torch.float16))]
+    with pytest.raises(OptimizerRefused) as caught:
+        orlop.swap(optimizer_class)(params)
+    assert "nan or inf" in str(caught.value)
+    assert "torch.float16" in str(caught.value)
+    assert orlop.swap(optimizer_class)(params, eps=1e-4).method == "sliced"
+
+
+class NotesItsRates(torch.optim.SGD):
+    """Keeps a list and a nested dict among its hyperparameters, and changes them in place."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("rates", [])
+            group.setdefault("nested", {"count": [0]})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["rates"].append(group["lr"])
+            group["nested"]["count"][0] += 1
+        return super().step(closure)
+
+
+def test_proving_leaves_lists_among_the_hyperparameters_alone():
+    optimizer = orlop.swap(NotesItsRates)(make_params())
+    (group,) = optimizer.param_groups
+    assert (group["rates"], group["nested"]) == ([], {"count": [0]})
+    for param in group["params"]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert (group["rates"], group["nested"]) == ([0.1], {"count": [1]})

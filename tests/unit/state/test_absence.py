@@ -105,6 +105,20 @@ def test_a_lossy_dtype_is_cast_only_when_allowed():
         (torch.float64, torch.complex64, False),
         (torch.complex64, torch.float64, False),
         (torch.bool, torch.uint8, True),
+        (torch.bool, torch.float32, True),
+        (torch.uint8, torch.bool, False),
+        (torch.uint16, torch.int32, True),
+        (torch.int16, torch.uint32, False),
+        (torch.int16, torch.float32, True),
+        (torch.int16, torch.float16, False),
+        (torch.uint8, torch.bfloat16, True),
+        (torch.int32, torch.float32, False),
+        (torch.int32, torch.float64, True),
+        (torch.float32, torch.int64, False),
+        (torch.float8_e4m3fn, torch.bfloat16, True),
+        (torch.float8_e5m2, torch.float16, True),
+        (torch.float8_e5m2, torch.float8_e4m3fn, False),
+        (torch.float8_e4m3fn, torch.float8_e5m2, False),
     ],
 )
 def test_widening_is_what_loses_no_value(saved, live, lossless):
@@ -120,3 +134,12 @@ def test_names_that_nobody_takes_are_unexpected_and_all_of_them_is_another_layou
     (layout,) = check({"0", "1"}, 2)
     assert layout.verdict == "layout"
     assert "here ['w'], in the checkpoint ['0', '1']" in layout.detail
+
+
+@pytest.mark.parametrize("saved", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("live", [torch.float16, torch.bfloat16, torch.float32])
+def test_eight_bit_floats_keep_every_value(saved, live):
+    every = torch.arange(256, dtype=torch.uint8).view(saved)
+    back = every.to(live).to(saved)
+    assert torch.equal(every.to(torch.float64).nan_to_num(9e9), back.to(torch.float64).nan_to_num(9e9))
+    assert is_lossless(saved, live)

@@ -1,41 +1,15 @@
-"""Groups are matched by names and written in place; schedulers' lists follow."""
-
-from collections import Counter
+"""Groups are read from both layouts and written in place."""
 
 import pytest
 import torch
 
 from orlop.errors import CheckpointMismatch
 from orlop.state.groups import (
-    match_groups,
     path_below,
-    permute_scheduler,
     plan_group,
     read_groups,
     write_group,
 )
-
-
-def test_groups_match_by_the_set_of_names():
-    assert match_groups([["a"], ["b", "c"], []], [["c", "b"], [], ["a"]], "optimizer") == [2, 0, 1]
-    assert match_groups([[], []], [[], []], "optimizer") == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "live, saved",
-    [
-        ([["a"], ["b"]], [["a", "b"]]),
-        ([["a"]], [["a"], ["b"]]),
-        ([["a"], ["b"]], [["a"]]),
-        ([["a"]], [["b"]]),
-    ],
-)
-def test_a_group_without_a_partner_is_refused(live, saved):
-    with pytest.raises(CheckpointMismatch) as caught:
-        match_groups(live, saved, "optimizer")
-    assert caught.value.where == "optimizer"
-    assert "group 0: " in caught.value.expected
-    assert "group 0: " in caught.value.found
 
 
 def test_planning_changes_nothing_and_writing_keeps_objects():
@@ -53,7 +27,7 @@ def test_planning_changes_nothing_and_writing_keeps_objects():
     values, differences = plan_group("optimizer[0]", live, saved)
     assert live == before
     assert {(d.key, d.live, d.saved) for d in differences} == {
-        ("lr", "0.5", "0.25"),
+        ("lr", "0.5 (torch.float32)", "0.25 (float)"),
         ("betas", "(0.9, 0.9)", "(0.8, 0.9)"),
     }
     write_group(live, values)
@@ -65,6 +39,8 @@ def test_planning_changes_nothing_and_writing_keeps_objects():
 def test_a_saved_tensor_becomes_a_number_where_the_live_one_is():
     values, _ = plan_group("optimizer[0]", {"lr": 0.5}, {"lr": torch.tensor(0.25)})
     assert values == {"lr": 0.25}
+    values, (difference,) = plan_group("optimizer[0]", {"lr": 0.25}, {"lr": torch.tensor(0.25)})
+    assert str(difference) == "optimizer[0] lr: 0.25 (float) -> 0.25 (torch.float32)"
     with pytest.raises(CheckpointMismatch, match="lr"):
         plan_group("optimizer[0]", {"lr": torch.zeros(2)}, {"lr": torch.zeros(3)})
 
@@ -97,17 +73,18 @@ def test_paths_come_from_the_checkpoint_where_it_has_them():
     assert path_below(key, "optimizer.param_groups.", None) == (0, "a", "b")
 
 
-def test_a_schedulers_lists_follow_the_live_groups_also_inside_chained_ones():
-    state = {
-        "base_lrs": [1, 2],
-        "milestones": Counter([3, 3]),
-        "_schedulers": [{"base_lrs": [1, 2], "_last_lr": [0.1, 0.2], "other": [7, 8]}],
-    }
-    got = permute_scheduler(state, [1, 0])
-    assert got["base_lrs"] == [2, 1]
-    assert got["milestones"] == Counter([3, 3])
-    assert got["_schedulers"] == [{"base_lrs": [2, 1], "_last_lr": [0.2, 0.1], "other": [7, 8]}]
-    live = {"base_lrs": [9, 9], "_schedulers": [{"base_lrs": [9, 9], "_last_lr": [5, 5]}]}
-    kept = permute_scheduler(state, [0, 1], live)
-    assert kept["base_lrs"] == [9, 9]
-    assert kept["_schedulers"] == [{"base_lrs": [9, 9], "_last_lr": [5, 5], "other": [7, 8]}]
+def test_flattened_groups_stand_in_the_saved_order_where_that_is_on_record():
+    flat = {f"o.param_groups.{name}.lr": lr for name, lr in {"a": 1.0, "b": 2.0, "b2": 2.0, "c": 3.0}.items()}
+
+    def read(live, firsts):
+        return [group["params"] for group in read_groups("o.param_groups.", flat, None, live, firsts=firsts)]
+
+    assert read([["c"], ["b", "b2"], ["a"]], ["a", "b", "c"]) == [["a"], ["b", "b2"], ["c"]]
+    assert read([["c"], ["b", "b2"], ["a"]], []) == [["c"], ["b", "b2"], ["a"]]
+    # A group of which nothing is left here keeps its place; a new one has none.
+    assert read([["c"], ["new"], ["a"]], ["a", "b", "c"]) == [["a"], ["b"], ["c"], ["b", "b2"]]
+    # Split, although all values are equal: which list of a scheduler belongs to which half is not known.
+    with pytest.raises(CheckpointMismatch) as caught:
+        read([["a"], ["b"], ["b2"], ["c"]], ["a", "b", "c"])
+    assert caught.value.where == "o.param_groups"
+    assert "b2" in caught.value.expected

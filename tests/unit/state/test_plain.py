@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from orlop.engine import TrainEngine
 from orlop.errors import CheckpointUnsafe
 from orlop.state.plain import digest, plain
 
@@ -65,3 +66,66 @@ def test_digests_tell_values_apart_but_not_orders():
         (torch.zeros(2), torch.zeros(3)),
     ]:
         assert digest(one) != digest(other)
+
+
+UNUSUAL = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "expanded": lambda: torch.ones(3).expand(4, 3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("form", UNUSUAL)
+def test_f14_tensors_that_could_not_be_filled_again_are_refused_by_name_before_anything_is_written(
+    tmp_path, form
+):
+    model = torch.nn.Linear(3, 2)
+    model.register_buffer("odd", UNUSUAL[form]())
+    engine = TrainEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointUnsafe, match=r"model\.odd"):
+        engine.save_dcp(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Holder:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("form", ["sparse", "csr", "quantized", "nested"])
+def test_parts_hold_dense_tensors_only(tmp_path, form):
+    model = torch.nn.Linear(3, 2)
+    part = Holder(UNUSUAL[form]())
+    engine = TrainEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), parts={"own": part})
+    with pytest.raises(CheckpointUnsafe, match=r"own\['value'\]"):
+        engine.save_dcp(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(3).expand(4, 3),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(2, dtype=torch.complex64).conj().imag,
+    ],
+    ids=["expanded", "conjugate", "negative"],
+)
+def test_parts_may_hold_views_of_every_dense_kind(tmp_path, value):
+    model = torch.nn.Linear(3, 2)
+    first, second = (
+        TrainEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), parts={"own": Holder(held)})
+        for held in (value, None)
+    )
+    first.save_dcp(tmp_path / "x")
+    second.load_dcp(tmp_path / "x")
+    assert torch.equal(second.parts["own"].value, value)

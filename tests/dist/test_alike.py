@@ -1,0 +1,164 @@
+"""What ranks must do alike: arguments, param groups and their values. Otherwise one error, the same on all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import orlop
+from orlop import compat
+from orlop.errors import CheckpointMismatch
+from orlop.testing import run_ranks
+
+SECONDS = 100
+
+
+def make(order=("weight", "bias"), lr=None):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    named = list(model.named_parameters())
+    groups = [
+        {
+            "params": [param for name, param in named if name.endswith(kind)],
+            "lr": 0.1 if kind == "bias" else 0.2,
+        }
+        for kind in order
+    ]
+    optimizer = orlop.SwapAdamW(groups)
+    if lr is not None:
+        optimizer.param_groups[0]["lr"] = lr
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return orlop.TrainEngine(model, optimizer)
+
+
+def error_of(act):
+    with pytest.raises(CheckpointMismatch) as caught:
+        act()
+    return str(caught.value)
+
+
+def load_with_other_arguments(rank, root):
+    engine = make()
+    engine.save_dcp(root / "x")
+    other = make(lr=0.5)
+    before = [param.clone() for param in other.model.parameters()]
+    texts = [
+        error_of(lambda: other.load_dcp(root / "x", load_args=rank == 0)),
+        error_of(lambda: other.load_dcp(root / "x", load_states=rank == 0)),
+        error_of(lambda: other.load_dcp(root / "x", policy=orlop.LoadPolicy(allow_missing=rank == 0))),
+    ]
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, other.model.parameters()))
+    assert unchanged
+    assert other.optimizers["optimizer"].param_groups[0]["lr"] == 0.5
+    other.load_dcp(root / "x")
+    return texts
+
+
+def test_a_load_with_other_arguments_on_one_rank_is_refused_and_does_not_hang(tmp_path: Path) -> None:
+    texts = run_ranks(load_with_other_arguments, 2, tmp_path, timeout_seconds=SECONDS)
+    assert texts[0] == texts[1]
+    for name, text in zip(("load_args", "load_states", "allow_missing"), texts[0]):
+        assert f"where: {name}, rank 1" in text
+        assert "expected: as on rank 0: True" in text
+
+
+def save_with_other_arguments(rank, root):
+    engine = make()
+    texts = [
+        error_of(lambda: engine.save_dcp(root / f"of_{rank}")),
+        error_of(lambda: engine.save_dcp(root / "y", optimizer_layout=("nested", "flattened")[rank])),
+    ]
+    assert list(root.iterdir()) == []
+    return texts
+
+
+def test_a_save_with_other_arguments_on_one_rank_is_refused(tmp_path: Path) -> None:
+    texts = run_ranks(save_with_other_arguments, 2, tmp_path, timeout_seconds=SECONDS)
+    assert texts[0] == texts[1]
+    assert "of_0" in texts[0][0]
+    assert "of_1" in texts[0][0]
+    assert "layout, rank 1" in texts[0][1]
+
+
+def groups_in_another_order(rank, root):
+    order = ("weight", "bias") if rank == 0 else ("bias", "weight")
+    texts = [
+        error_of(lambda: make(order).save_dcp(root / "nested")),
+        error_of(lambda: make(order).save_dcp(root / "flattened", optimizer_layout="flattened")),
+    ]
+    assert list(root.iterdir()) == []
+    make().save_dcp(root / "good")
+    return [*texts, error_of(lambda: make(order).load_dcp(root / "good"))]
+
+
+def test_a11_groups_in_another_order_on_one_rank_are_refused(tmp_path: Path) -> None:
+    texts = run_ranks(groups_in_another_order, 2, tmp_path, timeout_seconds=SECONDS)
+    assert texts[0] == texts[1]
+    for text in texts[0]:
+        assert "ranks have a parameter in different param groups" in text
+        assert "expected: group 1, as on rank 0" in text
+        assert "optimizer, 0.bias, rank 1" in text
+
+
+def other_rate(rank, root):
+    engine = make(lr=0.1 * (rank + 1))
+    text = error_of(lambda: engine.save_dcp(root / "x"))
+    assert list(root.iterdir()) == []
+    engine.optimizers["optimizer"].param_groups[0]["lr"] = 0.3
+    engine.save_dcp(root / "x")
+    return text
+
+
+def test_a_learning_rate_of_one_rank_alone_is_refused_at_the_save(tmp_path: Path) -> None:
+    texts = run_ranks(other_rate, 2, tmp_path, timeout_seconds=SECONDS)
+    assert texts[0] == texts[1]
+    assert "optimizer.param_groups.0.lr, rank 1" in texts[0]
+    assert "0.1, as on rank 0" in texts[0]
+    assert "found: 0.2" in texts[0]
+
+
+class LocalMoments(torch.optim.Optimizer):
+    """Keeps its state for this rank's part as a plain tensor, as quantising optimizers do."""
+
+    def __init__(self, params, same=False):
+        super().__init__(params, {"lr": 0.1})
+        self.same = same
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            part = param.to_local()
+            fill = 1.0 if self.same else 1.0 + torch.distributed.get_rank()
+            self.state[param]["moment"] = torch.full_like(part, fill)
+            part.sub_(0.1 * self.state[param]["moment"])
+
+
+def with_local_moments(same):
+    mesh = init_device_mesh("cpu", (2,))
+    like = DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)])
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(compat.shard_like(like, torch.arange(8.0).reshape(4, 2)))
+    optimizer = LocalMoments(model.parameters(), same)
+    optimizer.step()
+    return orlop.TrainEngine(model, optimizer)
+
+
+def save_local_moments(rank, root):
+    with_local_moments(same=True).save_dcp(root / "same")
+    text = error_of(lambda: with_local_moments(same=False).save_dcp(root / "own"))
+    assert [path.name for path in root.iterdir()] == ["same"]
+    return text
+
+
+def test_d04_plain_state_of_each_ranks_own_for_a_sharded_parameter_is_refused(tmp_path: Path) -> None:
+    texts = run_ranks(save_local_moments, 2, tmp_path, timeout_seconds=SECONDS)
+    assert texts[0] == texts[1]
+    assert "replica content differs" in texts[0]
+    assert "optimizer.state.weight.moment" in texts[0]
+    assert "other content on rank 1" in texts[0]

@@ -1,0 +1,156 @@
+"""Parts that one side lacks, that do not fit, or that a policy misspells: said in one error, or one warning."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from orlop import CheckpointStore, LoadPolicy, RngState, SwapAdamW, TrainEngine
+from orlop.errors import CheckpointMismatch
+from orlop.state.data import DataStream
+
+BATCH = torch.arange(6.0).view(2, 3)
+
+
+def make(*, scheduler=True, seed=0, **parts):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = SwapAdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2) if scheduler else None
+    return TrainEngine(model, optimizer, schedule, parts)
+
+
+def trained(**options):
+    engine = make(**options)
+    engine.train_step([BATCH], lambda model, batch: model(batch).square().mean())
+    engine.step_optimizer(engine.clip_grad_norm())
+    return engine
+
+
+def snapshot(engine):
+    engine.optimizers["optimizer"].synchronize()
+    tensors = [param.detach().clone() for param in engine.model.parameters()]
+    state = engine.optimizers["optimizer"].state
+    tensors += [value.clone() for entry in state.values() for value in entry.values()]
+    return tensors, engine.optimizers["optimizer"].param_groups[0]["lr"], torch.get_rng_state()
+
+
+def assert_unchanged(engine, before):
+    tensors, lr, stream = snapshot(engine)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before[0], strict=True))
+    assert lr == before[1]
+    assert torch.equal(stream, before[2])
+    engine.require_ready()
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "orlop"]
+
+
+def test_a_part_that_nothing_takes_is_warned_of_once_and_can_be_skipped(tmp_path, caplog):
+    trained().save_dcp(tmp_path / "x")
+    caplog.set_level(logging.WARNING, logger="orlop")
+    report = make(scheduler=False).load_dcp(tmp_path / "x")
+    assert [finding.leaf for finding in report.of("ignored")] == ["scheduler"]
+    assert warnings(caplog) == [
+        "parts of the checkpoint that nothing here takes stay there: scheduler "
+        "(give them to the engine, or leave them by LoadPolicy(skip_parts=...))"
+    ]
+    caplog.clear()
+    for policy in (LoadPolicy(skip_parts={"scheduler"}), LoadPolicy(allow_unexpected=True)):
+        make(scheduler=False).load_dcp(tmp_path / "x", policy=policy)
+    assert warnings(caplog) == []
+
+
+def test_what_another_prefix_holds_is_listed_and_not_warned_of(tmp_path, caplog):
+    first, other = trained(), trained(seed=1)
+    leaves = {"a": {"model": first.model.state_dict()}, "b": {"model": other.model.state_dict()}}
+    dcp.save(leaves, checkpoint_id=tmp_path / "x")
+    caplog.set_level(logging.WARNING, logger="orlop")
+    policy = LoadPolicy(skip_parts={"scheduler"})
+    report = make(seed=2).load_dcp(tmp_path / "x", load_states=False, policy=policy, key_prefix="a.")
+    assert [(f.leaf, f.detail) for f in report.of("ignored")] == [("b", "2 leaves under another key prefix")]
+    assert not any("nothing here takes" in text for text in warnings(caplog))
+
+
+def test_a_run_does_not_go_on_by_itself_without_a_part_that_it_had(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(trained(rng=RngState()), 1)
+    other = make(scheduler=False, seed=1)
+    before = snapshot(other)
+    with pytest.raises(CheckpointMismatch, match="2 unexpected part") as caught:
+        store.resume(other)
+    assert_unchanged(other, before)
+    assert "unexpected part: scheduler (1 leaves of a part that is not here)" in caught.value.found
+    assert caught.value.where == str(tmp_path / "step-00000001")
+    assert caught.value.todo == (
+        "give the engine the part that it was saved with; to leave these parts as they are here: "
+        "LoadPolicy(skip_parts={'rng', 'scheduler'}); "
+        "a LoadPolicy is given as policy= to load_dcp, CheckpointStore.resume or Trainer"
+    )
+    for policy in (LoadPolicy(skip_parts={"rng", "scheduler"}), LoadPolicy(allow_unexpected=True)):
+        assert store.resume(make(scheduler=False), policy=policy).step == 1
+
+
+def test_a_name_to_skip_that_nobody_knows_is_an_error(tmp_path):
+    trained(rng=RngState()).save_dcp(tmp_path / "x")
+    other = make(rng=RngState(), seed=1)
+    for name in ("rgn", "optimizer"):
+        before = snapshot(other)
+        with pytest.raises(CheckpointMismatch, match="1 no part") as caught:
+            other.load_dcp(tmp_path / "x", policy=LoadPolicy(skip_parts={name}))
+        assert_unchanged(other, before)
+        assert f"no part: {name} (skip_parts names it, and it is no such part here (scheduler, rng)" in (
+            caught.value.found
+        )
+    # orlop's own names may stand in a policy that several runs share.
+    other.load_dcp(tmp_path / "x", policy=LoadPolicy(skip_parts={"data"}))
+
+
+class Counted(list):
+    """Data whose length follows the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return super().__len__() if self.epoch else 2
+
+
+def test_data_that_is_too_short_is_refused_before_anything_changes(tmp_path):
+    first = trained(data=DataStream(list(range(10))), rng=RngState())
+    first.parts["data"].take(8)
+    first.save_dcp(tmp_path / "x")
+    other = make(data=DataStream(list(range(5))), rng=RngState(), seed=1)
+    before = snapshot(other)
+    with pytest.raises(CheckpointMismatch, match="1 unfit") as caught:
+        other.load_dcp(tmp_path / "x")
+    assert_unchanged(other, before)
+    assert "unfit: data (expected at least 8 batches in epoch 0, found 5)" in caught.value.found
+    assert "LoadPolicy(skip_parts={'data'})" in caught.value.todo
+    assert other.parts["data"].take(2) == [0, 1]
+
+
+def test_a_length_that_follows_the_epoch_is_asked_for_that_epoch():
+    source = DataStream(Counted(range(6)))
+    source.take(10)
+    data = Counted(range(6))
+    stream = DataStream(data)
+    assert stream.check_state_dict(source.state_dict()) == ""
+    assert data.epoch == 0
+    stream.load_state_dict(source.state_dict())
+    assert stream.take(2) == [4, 5]
+
+
+def test_random_streams_that_cannot_be_restored_are_refused_before_anything_changes(tmp_path):
+    trained(rng=RngState({"mine": torch.Generator()})).save_dcp(tmp_path / "x")
+    other = make(rng=RngState(), seed=1)
+    before = snapshot(other)
+    with pytest.raises(CheckpointMismatch, match="1 unfit") as caught:
+        other.load_dcp(tmp_path / "x")
+    assert_unchanged(other, before)
+    assert "unfit: rng" in caught.value.found
