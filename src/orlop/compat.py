@@ -239,7 +239,9 @@ def fire_load_post_hooks(module: torch.nn.Module) -> None:
     """Run what ``register_load_state_dict_post_hook`` registered, children first, as ``load_state_dict``
     does.
 
-    ``_load_state_dict_post_hooks``; nothing is missing or unexpected.
+    ``_load_state_dict_post_hooks``; nothing is missing or unexpected. FSDP2's own hook, which looks for
+    tensors that were replaced, is left out: none was, and up to 2.9 it would move uneven shards to new
+    memory.
     """
     from torch.nn.modules.module import _IncompatibleKeys
 
@@ -247,7 +249,8 @@ def fire_load_post_hooks(module: torch.nn.Module) -> None:
         if child is not None:
             fire_load_post_hooks(child)
     for hook in module._load_state_dict_post_hooks.values():
-        hook(module, _IncompatibleKeys([], []))
+        if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
+            hook(module, _IncompatibleKeys([], []))
 
 
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

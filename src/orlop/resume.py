@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from orlop import compat
 from orlop.arguments import require_path
+from orlop.dcp.collector import without_collection
 from orlop.dcp.layout import local_box
 from orlop.dcp.places import holds_checkpoint, no_checkpoint, nothing_there
 from orlop.dcp.planner import FlatLoadPlanner
@@ -88,6 +89,7 @@ class _Source:
             reader.require_present(self.metadata, {key: local_box(key, fill) for key, fill in fills.items()})
 
 
+@without_collection()
 def resume_checkpoint(
     engine: Live,
     path: str | os.PathLike[str],

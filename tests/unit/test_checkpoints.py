@@ -104,6 +104,21 @@ def test_save_then_resume_takes_the_newest(tmp_path: Path, loads: list[dict[str,
     assert resumed.step == 10
 
 
+def test_going_back_says_which_newer_checkpoints_are_in_the_way(
+    tmp_path: Path, loads: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = three(tmp_path, keep_last=None)
+    newest, *older = sorted(store.steps(), reverse=True)
+    before = content(tmp_path)
+    store.resume(engine(), step=newest)
+    assert not caplog.records
+    store.resume(engine(), step=older[-1])
+    (record,) = caplog.records
+    assert f"went back to step {older[-1]}" in record.getMessage()
+    assert f"({older[0]}, {newest})" in record.getMessage()
+    assert content(tmp_path) == before
+
+
 @pytest.mark.parametrize("arguments", [{"keep_last": 0}, {"keep_every": 0}])
 def test_a_retention_of_nothing_is_refused(tmp_path: Path, arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):

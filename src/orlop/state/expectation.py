@@ -183,7 +183,8 @@ class Expectation:
         """Findings for the checkpoint's names that no rank takes: from all ranks' claims, the same on every rank."""
         strangers = sorted(claims[_PARTS].unclaimed) if _PARTS in claims else []
         self.strangers = [] if self.options.policy.allow_unexpected else strangers
-        findings = self.parts.judge_strangers(strangers, self._strange_keys())
+        trains = bool(self.optimizers) and self.options.load_states
+        findings = self.parts.judge_strangers(strangers, self._strange_keys(), trains=trains)
         findings += self.parts.judge_unknown(claims[_SKIPPED].unclaimed if _SKIPPED in claims else ())
         for what, claim in claims.items():
             if what in (_PARTS, _SKIPPED):

@@ -7,7 +7,7 @@ has besides. Must not know files, nor talk to other ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,18 +133,32 @@ class PartsLoad:
         known = self.live.keys() | _names(strange, self.options.key_prefix).keys() | OWN_PARTS
         return self.options.policy.skip_parts - known
 
-    def judge_strangers(self, names: Iterable[str], strange: Iterable[str]) -> list[Finding]:
+    def judge_strangers(
+        self, names: Iterable[str], strange: Collection[str], *, trains: bool
+    ) -> list[Finding]:
         """Findings for the parts of the checkpoint that no rank takes.
 
-        A run that resumes by itself has either lost a part of what it is, or resumes another run.
+        A run that resumes by itself has either lost a part of what it is, or resumes another run. An optimizer is
+        missed by whoever loads optimizer state, however that was asked for.
+
+        Args:
+            names: The parts.
+            strange: All keys of parts that are not here.
+            trains: Whether optimizer state is loaded at all.
         """
-        refused = self.options.is_auto and not self.options.policy.allow_unexpected
-        verdict: Verdict = "unexpected part" if refused else "ignored"
         counts = _names(strange, self.options.key_prefix)
-        return [
-            Finding(verdict=verdict, leaf=name, detail=f"{counts[name]} leaves of a part that is not here")
-            for name in sorted(names)
-        ]
+        findings = []
+        for name in sorted(names):
+            state = (
+                f"{self.options.key_prefix}{name}.state.",
+                f"{self.options.key_prefix}{name}.param_groups.",
+            )
+            is_missed = self.options.is_auto or (trains and any(key.startswith(state) for key in strange))
+            refused = is_missed and not self.options.policy.allow_unexpected
+            verdict: Verdict = "unexpected part" if refused else "ignored"
+            detail = f"{counts[name]} leaves of a part that is not here"
+            findings.append(Finding(verdict=verdict, leaf=name, detail=detail))
+        return findings
 
     def judge_unknown(self, names: Iterable[str]) -> list[Finding]:
         """Findings for what the policy skips and no rank knows: most likely a part's misspelt name."""

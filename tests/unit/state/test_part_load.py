@@ -154,3 +154,21 @@ def test_random_streams_that_cannot_be_restored_are_refused_before_anything_chan
         other.load_dcp(tmp_path / "x")
     assert_unchanged(other, before)
     assert "unfit: rng" in caught.value.found
+
+
+def test_an_optimizer_that_only_the_checkpoint_has_is_missed_however_it_is_loaded(tmp_path):
+    def two(names):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
+        return TrainEngine(model, {name: SwapAdamW(model[name].parameters()) for name in names})
+
+    two("ab").save_dcp(tmp_path / "x")
+    engine = two("a")
+    before = [param.detach().clone() for param in engine.model.parameters()]
+    with pytest.raises(CheckpointMismatch, match=r"unexpected part: b \("):
+        engine.load_dcp(tmp_path / "x")
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters()))
+    for options in ({"policy": LoadPolicy(skip_parts={"b"})}, {"load_states": False}):
+        assert [found.leaf for found in engine.load_dcp(tmp_path / "x", **options).of("ignored")][-1] == "b"
+    # Who has no optimizer at all wants none.
+    TrainEngine(engine.model, {}).load_dcp(tmp_path / "x")
