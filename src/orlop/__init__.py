@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from orlop.phases import phase as phase
     from orlop.resume import LoadPolicy as LoadPolicy
     from orlop.resume import LoadReport as LoadReport
+    from orlop.state.data import DataStream as DataStream
     from orlop.state.fingerprint import Fingerprint as Fingerprint
     from orlop.state.rng import RngState as RngState
     from orlop.tools.check import verify as verify
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AdamWConfig": "orlop.configs",
     "CheckpointStore": "orlop.checkpoints",
+    "DataStream": "orlop.state.data",
     "Finding": "orlop.tools.findings",
     "Fingerprint": "orlop.state.fingerprint",
     "LoadCheckpointConfig": "orlop.configs",

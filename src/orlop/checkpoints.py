@@ -185,10 +185,12 @@ class CheckpointStore:
             engine=engine, load_states=load_states, load_args=load_args, policy=policy or LoadPolicy()
         )
         if step is not None:
-            chosen = engine.ranks.on_coordinator("choose a checkpoint", lambda: _chosen(self._shelf.at(step)))
+            chosen, newer = engine.ranks.on_coordinator(
+                "choose a checkpoint", lambda: (_chosen(self._shelf.at(step)), self._newer(step))
+            )
             resumed = self._load(load, chosen)
-            if engine.ranks.is_coordinator:
-                self._warn_of_newer(step)
+            if engine.ranks.is_coordinator and newer:
+                self._warn_of_newer(step, newer)
             return resumed
         return self._load_newest(load)
 
@@ -216,17 +218,19 @@ class CheckpointStore:
                     _log.warning("passed over %s: %s", chosen.name, " ".join(str(error).split()))
                 load = load.after_failure()
 
-    def _warn_of_newer(self, step: int) -> None:
+    def _newer(self, step: int) -> list[int]:
+        return [later for later in self.steps() if later > step]
+
+    def _warn_of_newer(self, step: int, newer: list[int]) -> None:
         """Going back leaves what came after: it is not removed for you, and it is in the way."""
-        if newer := [later for later in self.steps() if later > step]:
-            _log.warning(
-                "went back to step %d, and %s has newer checkpoints (%s): an automatic resume takes the newest of "
-                "them, they count for keep_last, and saving one of their steps again is refused; to go on from here, "
-                "move them away or save to another run directory",
-                step,
-                self.root,
-                ", ".join(map(str, newer)),
-            )
+        _log.warning(
+            "went back to step %d, and %s has newer checkpoints (%s): an automatic resume takes the newest of them, "
+            "they count for keep_last, and saving one of their steps again is refused; to go on from here, move them "
+            "away or save to another run directory",
+            step,
+            self.root,
+            ", ".join(map(str, newer)),
+        )
 
     def _make_room(self, step: int) -> None:
         self._require_run()

@@ -82,17 +82,23 @@ class TrainEngine:
         )
         self.scheduler = scheduler
         self.parts: MutableMapping[str, Any] = dict(parts or {})
-        _require_names(self.optimizers, self.parts)
-        _require_savable({"scheduler": scheduler, **self.parts})
         self.max_grad_norm = max_grad_norm
         self.skip_grad_norm_threshold = skip_grad_norm_threshold
         self.ranks = Ranks.create(process_group)
         self._not_ready: str | None = None
         self._begins_anew = False
         self._holders: dict[str, int] | None = None
+        if self.ranks.world_size == 1:
+            # Alone, as Python's own errors; parts may differ by rank, and then all ranks must hear of it.
+            self._require_parts()
         with self.ranks.together("build the engine"):
+            self._require_parts()
             require_all_named(ParameterNames.of(model), self.optimizers)
             _require_gradients_to_measure(self.optimizers)
+
+    def _require_parts(self) -> None:
+        _require_names(self.optimizers, self.parts)
+        _require_savable({"scheduler": self.scheduler, **self.parts})
 
     # -- training ----------------------------------------------------------------------------------------------------
 

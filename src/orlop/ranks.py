@@ -95,7 +95,7 @@ class Ranks:
         Raises:
             CheckpointMismatch: Names the argument, the rank and both values.
         """
-        everyone = self.gather({name: repr(value) for name, value in asked.items()})
+        everyone = self._gather_to(what, {name: repr(value) for name, value in asked.items()})
         for rank, theirs in enumerate(everyone):
             for name, value in theirs.items():
                 if value != everyone[0][name]:
@@ -106,6 +106,14 @@ class Ranks:
                         found=value,
                         todo="give every rank the same arguments",
                     )
+
+    def _gather_to(self, what: str, value: T, raised: BaseException | None = None) -> list[T]:
+        """As `gather`; a rank that does not answer is said, with what was to be done, or with what this one raised."""
+        try:
+            return self.gather(value)
+        except Exception as error:
+            # A failed gather is final: the peer is gone or stuck, and this group with it.
+            raise lost_rank(what, self.rank, raised if raised is not None else error) from None
 
     def gather_floats(self, *values: float) -> list[tuple[float, ...]]:
         """Every rank's float64 values, in rank order; all ranks give as many."""
@@ -162,11 +170,7 @@ class Ranks:
         mine = {} if raised is None else failures_of(raised, self.rank, what)
         if raised is not None:
             _log.debug("rank %d could not %s", self.rank, what, exc_info=raised)
-        try:
-            everyone = self.gather(mine)
-        except Exception as error:
-            # A failed gather is final: the peer is gone or stuck, and this group with it.
-            raise lost_rank(what, self.rank, raised if raised is not None else error) from None
+        everyone = self._gather_to(what, mine, raised)
         merged: dict[int, Failure] = {}
         for failures in everyone:
             for rank, failure in failures.items():

@@ -122,7 +122,8 @@ def resume_checkpoint(
         CheckpointMismatch: It does not fit; on every rank alike, and nothing was changed.
         OrlopError: On every rank, when any rank failed.
     """
-    require_path("weights_dir", path)
+    if storage_reader is None:
+        require_path("weights_dir", path)
     require_options(policy=policy, load_states=load_states, load_args=load_args)
     ranks = engine.ranks
     options = Options(
@@ -162,7 +163,7 @@ def resume_checkpoint(
 
 
 def _open(path: str | os.PathLike[str], storage_reader: StorageReader | None) -> _Source:
-    place = os.fspath(path)
+    place = str(path)
     reader = storage_reader if storage_reader is not None else Reader(directory_at(path), allow_gaps=True)
     try:
         metadata = reader.read_metadata()

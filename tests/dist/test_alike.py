@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import orlop
 from orlop import compat
-from orlop.errors import CheckpointMismatch
+from orlop.errors import CheckpointMismatch, OrlopError, RankFailed
 from orlop.testing import run_ranks
 
 SECONDS = 100
@@ -162,3 +162,45 @@ def test_d04_plain_state_of_each_ranks_own_for_a_sharded_parameter_is_refused(tm
     assert "replica content differs" in texts[0]
     assert "optimizer.state.weight.moment" in texts[0]
     assert "other content on rank 1" in texts[0]
+
+
+def nearly_equal_rates(rank, root):
+    engine = make(lr=torch.tensor(1e-3 if rank == 0 else 1.00001e-3))
+    return error_of(lambda: engine.save_dcp(root / "x"))
+
+
+def test_rates_that_are_tensors_are_compared_by_their_bits(tmp_path: Path) -> None:
+    texts = run_ranks(nearly_equal_rates, 2, tmp_path, timeout_seconds=SECONDS)
+    assert texts[0] == texts[1]
+    assert "found: 0.00100000994" in texts[0]
+
+
+def with_a_part_of_one_rank(rank):
+    model = torch.nn.Linear(2, 2)
+    parts = {"loader": object()} if rank == 1 else {}
+    with pytest.raises(OrlopError) as caught:
+        orlop.TrainEngine(model, orlop.SwapAdamW(model.parameters()), parts=parts)
+    return str(caught.value)
+
+
+def test_an_engine_that_one_rank_can_not_build_is_every_ranks_error() -> None:
+    texts = run_ranks(with_a_part_of_one_rank, 2, timeout_seconds=SECONDS)
+    assert texts[0] == texts[1]
+    assert "rank 1" in texts[0]
+    assert "loader" in texts[0]
+
+
+def save_alone(rank, root):
+    engine = make()
+    if rank == 1:
+        torch.distributed.destroy_process_group()
+        return "left"
+    with pytest.raises(RankFailed) as caught:
+        engine.save_dcp(root / "x")
+    return str(caught.value)
+
+
+def test_a_rank_that_left_before_a_save_is_said_to_the_others(tmp_path: Path) -> None:
+    texts = run_ranks(save_alone, 2, tmp_path, timeout_seconds=SECONDS)
+    assert texts[1] == "left"
+    assert "a rank went away; could not save" in texts[0]

@@ -184,3 +184,41 @@ def test_a_plain_checkpoint_of_another_class_is_refused_by_both_names(tmp_path, 
     assert [{**group, "params": []} for group in optimizer.param_groups] == [
         {**group, "params": []} for group in before
     ]
+
+
+class Head(nn.Module):
+    def __init__(self, *, tied):
+        super().__init__()
+        self.emb = nn.Linear(4, 4, bias=False)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+
+
+@pytest.mark.parametrize("layout", ["nested", "flattened"])
+def test_weights_that_were_tied_load_untied_in_both_layouts(tmp_path, layout):
+    def engine(tied):
+        torch.manual_seed(0)
+        model = Head(tied=tied)
+        groups = [
+            {"params": [p for n, p in model.named_parameters() if "body" not in n], "lr": 0.1},
+            {"params": list(model.body.parameters()), "lr": 0.2},
+        ]
+        return TrainEngine(model, orlop.SwapAdamW(groups))
+
+    first = engine(tied=True)
+    for param in first.model.parameters():
+        param.grad = torch.ones_like(param)
+    next(iter(first.optimizers.values())).step()
+    first.save_dcp(tmp_path / "x", optimizer_layout=layout)
+    second = engine(tied=False)
+    second.load_dcp(tmp_path / "x")
+    assert torch.equal(second.model.head.weight, first.model.emb.weight)
+    (optimizer,) = second.optimizers.values()
+    optimizer.synchronize()
+    moments = [
+        optimizer.state[second.model.get_parameter(f"{name}.weight")]["exp_avg"] for name in ("emb", "head")
+    ]
+    assert torch.equal(moments[0], moments[1])
+    assert bool(moments[0].any())

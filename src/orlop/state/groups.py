@@ -20,6 +20,7 @@ __all__ = [
     "path_below",
     "plan_group",
     "read_groups",
+    "text_of",
     "write_group",
 ]
 
@@ -89,18 +90,19 @@ def _texts(held: Any, value: Any) -> tuple[str, str]:
     """Both as text; with their kinds where a number meets a tensor, or a tensor one of another dtype.
 
     The live kind stays, and a value that it rounds, or another kernel, makes other bits of the next step."""
-    texts = _text(held), _text(value)
+    texts = text_of(held), text_of(value)
     kinds = [str(each.dtype) if isinstance(each, Tensor) else type(each).__name__ for each in (held, value)]
     if kinds[0] != kinds[1] and (isinstance(held, Tensor) or isinstance(value, Tensor)):
         return f"{texts[0]} ({kinds[0]})", f"{texts[1]} ({kinds[1]})"
     return texts
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A hyperparameter as text: a tensor of one element as its number."""
     if isinstance(value, Tensor):
         return str(value.item()) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_text, value))})"
+        return f"({', '.join(map(text_of, value))})"
     return str(value)
 
 
@@ -161,26 +163,34 @@ def read_groups(
     known = {name for names in cut for name in names}
     groups = [_one_group(prefix, names, by_name) for names in cut if names]
     if firsts:
-        groups = _in_saved_order(prefix, groups, rename(list(firsts)))
+        groups = _in_saved_order(prefix, groups, [rename([first]) for first in firsts])
     strange = [name for name in by_name if name not in known]
     return [*groups, {"params": strange}] if strange else groups
 
 
 def _in_saved_order(
-    prefix: str, groups: Sequence[dict[str, Any]], firsts: Sequence[str]
+    prefix: str, groups: Sequence[dict[str, Any]], firsts: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
     """Groups that were cut as the live ones are, each where the saved group stood that begins in it.
 
-    A saved group of which nothing is here is left with its first name alone."""
-    placed: list[dict[str, Any]] = [{"params": [first]} for first in firsts]
+    Args:
+        prefix: For the message.
+        groups: The groups.
+        firsts: For each saved group the live names of its first parameter: several where that was tied.
+
+    Returns:
+        One for each saved group; of one of which nothing is here, the first name alone is left.
+    """
+    placed: list[dict[str, Any]] = [{"params": list(names)} for names in firsts]
     for group in groups:
-        begins = [index for index, first in enumerate(firsts) if first in group["params"]]
+        begins = [i for i, names in enumerate(firsts) if not set(names).isdisjoint(group["params"])]
         if len(begins) != 1:
             raise CheckpointMismatch(
                 "the flattened layout keeps values by parameter, and groups were cut otherwise when saved",
                 where=prefix.rstrip("."),
                 expected=f"a group of {', '.join(group['params'])}",
-                found=f"{len(begins)} of the saved groups begin in it; they begin with {', '.join(firsts)}",
+                found=f"{len(begins)} of the saved groups begin in it; they begin with "
+                f"{', '.join(names[0] for names in firsts)}",
             )
         placed[begins[0]] = group
     return placed
@@ -190,11 +200,11 @@ def _one_group(prefix: str, names: Sequence[str], by_name: Mapping[str, Mapping[
     for name in names[1:]:
         for key, value in by_name[name].items():
             first = by_name[names[0]].get(key)
-            if _text(first) != _text(value):
+            if text_of(first) != text_of(value):
                 raise CheckpointMismatch(
                     "the parameters of one live group had different hyperparameters",
                     where=f"{prefix}{name}.{key}",
-                    expected=f"{_text(first)}, as for {names[0]}",
-                    found=_text(value),
+                    expected=f"{text_of(first)}, as for {names[0]}",
+                    found=text_of(value),
                 )
     return {**by_name[names[0]], "params": list(names)}

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from orlop.errors import CheckpointMismatch
-from orlop.state.groups import LIVE_FLAGS
-from orlop.state.plain import plain
+from orlop.state.groups import LIVE_FLAGS, text_of
+from orlop.state.plain import digest, plain
 
 __all__ = ["require_equal_values", "shared_values", "union_groups"]
 
@@ -74,12 +74,12 @@ def require_equal_values(everyone: Sequence[Mapping[str, Sequence[Mapping[str, o
             for index, values in enumerate(groups):
                 for key, value in values.items():
                     known_rank, known = first.setdefault((label, index, key), (rank, value))
-                    # As text: tensors, and NaN, which differs from itself.
-                    if repr(known) != repr(value):
+                    # By content: two tensors, or two NaN, are not simply equal or not.
+                    if known is not value and digest(known) != digest(value):
                         raise CheckpointMismatch(
                             "ranks have different hyperparameters: a file could keep only one",
                             where=f"{label}.param_groups.{index}.{key}, rank {rank}",
-                            expected=f"{known!r}, as on rank {known_rank}",
-                            found=repr(value),
+                            expected=f"{text_of(known)}, as on rank {known_rank}",
+                            found=text_of(value),
                             todo="set hyperparameters alike on all ranks",
                         )

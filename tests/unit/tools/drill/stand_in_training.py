@@ -3,8 +3,8 @@
     stand_in_training.py DIRECTORY STEPS SAVE_EVERY FAULT [worker]
 
 It keeps one number, saves as the store does, and goes on from its newest checkpoint. The fault is `none`, or:
-`forgets` something at a resume, `starts anew`, `never saves`, `saves elsewhere`, `fails` at step 3, writes quickly up to
-step 8 (`quick`), has two `ranks`.
+`forgets` something at a resume, `starts anew`, `never saves`, `saves elsewhere`, `fails` at step 3, writes
+quickly up to step 8 (`quick`), has two `ranks`.
 """
 
 import json
