@@ -26,9 +26,10 @@ def micro_batches_of(batches: Any) -> list[Any]:
     found = list(batches)
     if not found:
         raise ValueError("a training step needs at least one batch")
-    # Micro-batches are alike; inputs and their labels are not.
+    # Micro-batches are alike; inputs and their labels are not, or stand in a tuple.
     tensors = [each for each in found if isinstance(each, torch.Tensor)]
-    if len(tensors) == len(found) and len({(each.dtype, each.ndim) for each in tensors}) > 1:
+    differ = isinstance(batches, tuple) or len({(each.dtype, each.ndim) for each in tensors}) > 1
+    if len(tensors) == len(found) and differ:
         held = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors[:3])
         raise TypeError(f"batches must be {meant}; it is one batch, of tensors ({held}): write {write}")
     return found

@@ -6,13 +6,13 @@ Must not know engines or checkpoints.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["learning_rates", "put_schedule_back", "schedule_of", "scheduled_keys"]
+__all__ = ["learning_rates", "put_rates", "put_schedule_back", "schedule_of", "scheduled_keys"]
 
 Optimizers = Mapping[str, Optimizer]
 
@@ -27,6 +27,15 @@ def _groups(optimizers: Optimizers) -> list[dict[str, Any]]:
 def learning_rates(optimizers: Optimizers) -> list[float]:
     """What each group steps with."""
     return [float(group["lr"]) for group in _groups(optimizers) if "lr" in group]
+
+
+def put_rates(optimizer: Optimizer, rates: Sequence[float | None]) -> None:
+    """Write learning rates into the groups, where one is given; a tensor stays the tensor that it is."""
+    for group, rate in zip(optimizer.param_groups, rates):
+        if rate is not None and isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        elif rate is not None:
+            group["lr"] = rate
 
 
 def scheduled_keys(optimizers: Optimizers) -> set[str]:

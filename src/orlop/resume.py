@@ -59,6 +59,8 @@ _NOTABLE: tuple[tuple[Verdict, str], ...] = (
     ("fresh", "optimizers are not in the checkpoint, which holds weights only, and start with fresh state"),
     ("kept", "leaves are not in the checkpoint and keep their live values"),
     ("reset", "parameters' damaged state was reset to a fresh optimizer's"),
+    ("afresh", "parts were saved by another number of ranks and start afresh, as the policy says"),
+    ("skipped", "parts of the checkpoint are skipped, as the policy says, and stay as they are here"),
     ("merged", "parameters' scalars differed by rank when saved and are the largest of them now"),
 )
 
@@ -159,6 +161,7 @@ def resume_checkpoint(
         unchecked={} if read is None else dict(read.unchecked),
         fallbacks={} if read is None else dict(read.fallbacks),
         facts=compare_facts(engine, source.manifest),
+        scheduled_rates=expected.rates,
     )
 
 

@@ -25,7 +25,7 @@ from orlop.batches import call_model, count_tokens_of
 from orlop.checkpoints import CheckpointStore
 from orlop.configs import LoadCheckpointConfig
 from orlop.display import progress_bar
-from orlop.rates import learning_rates, put_schedule_back, schedule_of, scheduled_keys
+from orlop.rates import learning_rates, put_rates, put_schedule_back, schedule_of, scheduled_keys
 from orlop.resume import LoadPolicy, LoadReport
 from orlop.signals import sigterm
 from orlop.state.data import DataStream
@@ -147,10 +147,17 @@ class Trainer:
         return not stopped
 
     def _resume(self) -> None:
-        own = self.store.resume(self.engine, policy=self._policy, load_args=self._load_args)
+        # A policy that is meant for the start from another run must not make this one step 0 again.
+        policy = replace(self._policy, skip_parts=self._policy.skip_parts - {"progress"})
+        own = self.store.resume(self.engine, policy=policy, load_args=self._load_args)
         if own is not None:
             self._say("resumed from %s", own.path)
             self._tell_of_differences(own.report)
+            if own.report.scheduled_rates:
+                put_rates(self.engine.scheduler.optimizer, own.report.scheduled_rates)
+                self._say(
+                    "learning rates are set to where the schedule stands: %s", own.report.scheduled_rates
+                )
         elif self._start_from.checkpoint_path is not None:
             self._start_elsewhere(self._start_from.checkpoint_path)
         ranks, step = self.engine.ranks, self.progress.step

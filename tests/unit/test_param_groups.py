@@ -144,6 +144,22 @@ def test_a06_removed_layers_are_named_and_left_when_allowed(tmp_path):
         assert torch.equal(param, first.model.get_parameter(name)), name
 
 
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "foreign"])
+@pytest.mark.parametrize("names", ["ba", "ca", "cb"])
+@pytest.mark.parametrize("layout", ["nested", "flattened"])
+def test_schedules_follow_groups_of_which_one_is_gone(tmp_path, layout, names, recorded):
+    first = train(make("abc", kind=optim.AdamW, schedule=SCHEDULES["restarts"]))
+    first.save_dcp(tmp_path / "x", optimizer_layout=layout)
+    if not recorded:
+        for own in [*(tmp_path / "x").glob("*.json")]:
+            own.unlink()
+    second = make(names, kind=optim.AdamW, schedule=SCHEDULES["restarts"], rates=dict.fromkeys(RATES, 0.5))
+    second.load_dcp(tmp_path / "x", policy=LoadPolicy(allow_unexpected=True))
+    for engine in (first, second):
+        engine.scheduler.step()
+    assert rates(second) == {name: rate for name, rate in rates(first).items() if name[0] in names}
+
+
 def test_a_renamed_layer_is_named_on_both_sides(tmp_path):
     train(make("abc")).save_dcp(tmp_path / "x")
     with pytest.raises(CheckpointMismatch) as caught:
@@ -172,6 +188,9 @@ def test_a_renamed_layer_is_named_on_both_sides(tmp_path):
 @pytest.mark.parametrize("host_resident", [False, True], ids=["stock", "swapped"])
 def test_a_plain_checkpoint_of_another_class_is_refused_by_both_names(tmp_path, saved, live, host_resident):
     first = train(make("abc", kind=saved))
+    groups = next(iter(first.optimizers.values())).param_groups
+    if {saved, live} == {optim.Adam, optim.AdamW} and "decoupled_weight_decay" not in groups[0]:
+        pytest.skip("this torch's groups don't tell Adam from AdamW")
     model_state, optimizer_state = get_state_dict(first.model, next(iter(first.optimizers.values())))
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "x")
     second = make("abc", kind=orlop.swap(live) if host_resident else live, rates=dict.fromkeys(RATES, 0.5))

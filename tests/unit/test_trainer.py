@@ -187,8 +187,10 @@ def test_load_args_off_keeps_the_scripts_hyperparameters(
         assert again.run()
     assert again.engine.optimizers["optimizer"].param_groups[1]["eps"] == 0.5
     assert "this script's hyperparameters stay: " in caplog.text
-    # The schedule goes on at step 6, from this script's rates.
-    assert _lines(tmp_path)[-1]["lr"] == [0.05 / 12, 0.1 / 12]
+    # The schedule goes on at its place, from this script's rates: not one step is taken at those of step 1.
+    assert [line["lr"] for line in _lines(tmp_path)[7:]] == [
+        pytest.approx([0.05 / step, 0.1 / step], rel=1e-12) for step in range(8, 13)
+    ]
 
 
 def test_a_path_stands_for_a_store_and_for_a_first_start(tmp_path: Path, elsewhere: Path) -> None:

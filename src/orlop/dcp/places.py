@@ -24,7 +24,7 @@ __all__ = ["checkpoints_at", "holds_checkpoint", "no_checkpoint", "no_run", "not
 
 _SHOWN = 5
 _NAMES = (METADATA_NAME, MANIFEST_NAME)
-_PATTERNS = (*_NAMES, "*.distcp", "*.index.json")
+_PATTERNS = (*_NAMES, "*.distcp", "__*.index.json")  # not safetensors' own index
 _READS = "orlop reads directories that torch.distributed.checkpoint wrote: .metadata and *.distcp"
 
 

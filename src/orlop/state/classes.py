@@ -20,6 +20,7 @@ __all__ = ["contradicting_class"]
 
 _DECOUPLED = "decoupled_weight_decay"
 # Every class's, or what a class got over time.
+_NEVER = frozenset({"no group has this"})
 _NOT_TELLING = LIVE_FLAGS | compat.ADDED_OPTIONS | {"params", "lr"}
 
 
@@ -37,7 +38,7 @@ def contradicting_class(
         saved: The saved one.
     """
     kind: type[Optimizer] = getattr(optimizer, "swapped_class", type(optimizer))
-    own = next((each for each in kind.__mro__ if each in _options()), None)
+    own = next((each for each in kind.__mro__ if _options().get(each, _NEVER) <= live.keys()), None)
     keys = saved.keys()
     writers = {each: options for each, options in _options().items() if options and options <= keys}
     if own in writers:

@@ -65,6 +65,8 @@ class Expectation:
         findings: What was found, leaf by leaf; final after `decide`.
         differences: The hyperparameters that will change; final after `decide`.
         unclaimed: The checkpoint's names that this rank does not take, by prefix; final after `decide`.
+        rates: Without `load_args`: the learning rate of each group that the scheduler drives, where the saved schedule
+            stands; final after `install`.
         strangers: The parts of the checkpoint that no rank takes and no policy leaves; final after `check_unclaimed`.
     """
 
@@ -79,6 +81,7 @@ class Expectation:
     findings: list[Finding] = field(default_factory=list)
     differences: list[GroupDifference] = field(default_factory=list)
     unclaimed: dict[str, frozenset[str]] = field(default_factory=dict)
+    rates: tuple[float | None, ...] = ()
     strangers: list[str] = field(default_factory=list)
 
     @property
@@ -205,14 +208,15 @@ class Expectation:
         self._tell_of_kept_rates(live)
 
     def _tell_of_kept_rates(self, live: Live) -> None:
-        """A schedule that computes each learning rate from the last one goes on from the one that was kept."""
+        """The next step is taken with the rates that were kept, whatever the schedule says of its place."""
         kept = [d for d in self.differences if d.key == "lr"] if not self.options.load_args else []
         moved = bool(self.parts.keys.get("scheduler"))
         if kept and moved and live.ranks.is_coordinator:
             _log.warning(
                 "the scheduler stands where it was saved, but the groups keep their live learning rates "
-                "(load_args=False): a schedule that computes each rate from the last one goes on from those; to start "
-                "the schedule afresh, skip the part 'scheduler'"
+                "(load_args=False): the next step is taken with those, and a schedule that computes each rate from the "
+                "last one goes on from them; `scheduled_rates` of the report are the ones at that place. To start the "
+                "schedule afresh, skip the part 'scheduler'"
             )
 
     def _decide_schedule(self, small: Mapping[str, Any]) -> None:
@@ -225,7 +229,10 @@ class Expectation:
         """A scheduler's lists follow the live groups."""
         if self.scheduled is None:
             return state
-        return self.optimizers[self.scheduled].arrange_schedule(state, scheduler.state_dict())
+        load, live = self.optimizers[self.scheduled], scheduler.state_dict()
+        if not load.load_args:
+            self.rates = load.rates_in_place(state, live)
+        return load.arrange_schedule(state, live)
 
 
 def _scheduled(live: Live) -> str | None:

@@ -162,9 +162,12 @@ def read_groups(
     cut = [[name for name in names if name in by_name] for names in live]
     known = {name for names in cut for name in names}
     groups = [_one_group(prefix, names, by_name) for names in cut if names]
-    if firsts:
-        groups = _in_saved_order(prefix, groups, [rename([first]) for first in firsts])
     strange = [name for name in by_name if name not in known]
+    if firsts:
+        # Whichever groups those were in: they are named, and match nothing.
+        groups = _in_saved_order(prefix, groups, [rename([first]) for first in firsts])
+        names = [*groups[0]["params"], *(name for name in strange if name not in groups[0]["params"])]
+        return [{**groups[0], "params": names}, *groups[1:]]
     return [*groups, {"params": strange}] if strange else groups
 
 

@@ -26,7 +26,7 @@ from orlop.state.names import ParameterNames, group_names
 from orlop.state.pairing import pair_groups
 from orlop.state.policy import LoadPolicy, Options
 from orlop.state.report import Finding, GroupDifference, Verdict
-from orlop.state.schedule import GroupOrder, find_order
+from orlop.state.schedule import GroupOrder, find_order, rates_in_place
 from orlop.state.stock import class_name, state_of
 from orlop.store.manifest import Manifest
 
@@ -266,12 +266,14 @@ class OptimizerLoad:
 
     def arrange_schedule(self, state: Any, live: Any) -> Any:
         """A scheduler's saved state for the live groups; without `load_args` its learning rates stay the live ones."""
-        order, num_saved = self.order, len(self.saved)
-        if order is None:
-            order = tuple(range(len(self.optimizer.param_groups)))
-            num_saved = len(order)
-        arranged = GroupOrder(order=order, num_saved=num_saved, keeps_rates=not self.load_args)
-        return arranged.arrange(state, live)
+        return GroupOrder(order=self._group_order(), keeps_rates=not self.load_args).arrange(state, live)
+
+    def rates_in_place(self, state: Any, live: Any) -> tuple[float | None, ...]:
+        """What the live groups' learning rates are where a saved schedule stands; see `schedule.rates_in_place`."""
+        return rates_in_place(state, live, self._group_order())
+
+    def _group_order(self) -> tuple[int | None, ...]:
+        return self.order if self.order is not None else tuple(range(len(self.optimizer.param_groups)))
 
     def settle_order(self, scheduler: Any) -> Finding | None:
         """Find the order of saved groups by a scheduler's state, where the layout keeps none.
@@ -285,7 +287,8 @@ class OptimizerLoad:
         has_record = self.manifest is not None and bool(self.manifest.group_firsts.get(self.name))
         if has_record or not is_flattened or self.order is None or len(self.saved) < 2:
             return None
-        found = find_order(scheduler, self.saved)
+        # Without values: names that no group here has.
+        found = find_order(scheduler, [group for group in self.saved if len(group) > 1])
         if found is None:
             detail = (
                 "the flattened layout keeps no order of groups, and the scheduler's rates fit more than one"

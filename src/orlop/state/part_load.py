@@ -93,7 +93,10 @@ class PartsLoad:
     def _decide(self, name: str, small: Mapping[str, Any], is_weights_only: bool) -> Finding:
         leaf = f"{self.options.key_prefix}{name}"
         if name in self.misfits:
-            return Finding(verdict="other ranks", leaf=name, detail=self.misfits[name])
+            allowed = self.options.policy.allow_other_ranks
+            return Finding(
+                verdict="afresh" if allowed else "other ranks", leaf=name, detail=self.misfits[name]
+            )
         if self.keys[name]:
             # A part may judge a state without taking it: then what does not fit is refused while all is as it was.
             check = getattr(self.live[name], "check_state_dict", None)
@@ -122,7 +125,7 @@ class PartsLoad:
         slots, _ = part_slots(leaf, self.stored)
         whose = f"; it was saved for each of {len(slots)} ranks" if slots else ""
         detail = f"skipped, as the policy says: the live one stays{whose}"
-        return Finding(verdict="ignored", leaf=leaf, detail=detail)
+        return Finding(verdict="skipped" if name in self.live else "ignored", leaf=leaf, detail=detail)
 
     def strangers(self, strange: Iterable[str]) -> frozenset[str]:
         """The parts of the checkpoint that nothing on this rank takes, and that no policy skips."""

@@ -29,6 +29,8 @@ class LoadPolicy:
         merge_uneven: State whose scalars (`step`) differed by rank takes the largest on another topology.
         reset_damaged: FQN patterns (`layers.*`) of parameters whose damaged state is reset to a fresh one; a collection
             of strings, kept as a tuple.
+        allow_other_ranks: Parts that each rank has its own of (random streams, a data position), saved by another
+            number of ranks, start afresh; on the same number they are loaded.
         skip_parts: Parts (`scheduler`, `rng`, …) that are neither expected nor loaded; kept as a frozenset. A name that
             neither the engine nor the checkpoint has is refused.
         verify_first: Not a tolerance: in `CheckpointStore.resume` the coordinator compares all checksums before the
@@ -44,6 +46,7 @@ class LoadPolicy:
     allow_weights_only: bool = False
     allow_other_class: bool = False
     merge_uneven: bool = False
+    allow_other_ranks: bool = False
     reset_damaged: tuple[str, ...] = ()
     skip_parts: frozenset[str] = frozenset()
     verify_first: bool = False

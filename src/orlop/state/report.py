@@ -33,6 +33,8 @@ Verdict = Literal[
     "merged",  # its scalars differed by rank on the saved topology; here it has the largest, as the policy allows
     "kept",  # not in the checkpoint: the live value stays, as the policy allows
     "left out",  # not saved, on purpose: the live value stays
+    "afresh",  # a part of another number of ranks: the live one stays, as the policy allows
+    "skipped",  # a part that the policy names: the live one stays
     "ignored",  # in the checkpoint, not wanted here, and the policy or its own kind allows that
     "through",  # loaded through the object's own load_state_dict, since that has hooks
     # From here on, faults.
@@ -60,12 +62,14 @@ _VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 _FAULTS = frozenset(_VERDICTS[_VERDICTS.index("weights only") :])
 _ADVICE: dict[Verdict, str] = {
     "weights only": "to start from weights: LoadPolicy(allow_weights_only=True)",
-    "class": "if it is the same rule under another name: LoadPolicy(allow_other_class=True)",
+    "class": "to change the optimizer, load with load_states=False and load_args=False; if it is the same rule under "
+    "another name: LoadPolicy(allow_other_class=True)",
     "groups": "build the optimizer with the groups of the run that saved it, or load with load_args=False",
     "missing": "to keep live values of what is missing: LoadPolicy(allow_missing=True)",
     "unexpected": "to ignore what is not wanted here: LoadPolicy(allow_unexpected=True)",
     "unexpected part": "give the engine the part that it was saved with",
-    "other ranks": "resume on as many ranks as saved it",
+    "other ranks": "resume on as many ranks as saved it; to start such parts afresh: "
+    "LoadPolicy(allow_other_ranks=True)",
     "no part": "name parts in skip_parts as the engine or the checkpoint does",
     "untied": "to load the first of two tensors: LoadPolicy(allow_unexpected=True)",
     "partial": "to give a parameter fresh state: LoadPolicy(reset_damaged=(its name,))",
@@ -75,7 +79,7 @@ _ADVICE: dict[Verdict, str] = {
     "uncovered": "take another checkpoint; to give a parameter fresh state: LoadPolicy(reset_damaged=(its name,))",
 }
 # Parts that a policy can leave as they are here.
-_SKIPPABLE = frozenset({"missing part", "unexpected part", "other ranks", "unfit"})
+_SKIPPABLE = frozenset({"missing part", "unexpected part", "unfit"})
 _SHOWN_FAULTS = 200
 _SHOWN_ROWS = 5
 
@@ -149,6 +153,9 @@ class LoadReport:
         findings: One for each leaf, in the order in which they were looked at.
         differences: The hyperparameters that differed, and which side won.
         facts: What was recorded at the save against what is live.
+        scheduled_rates: Where the live learning rates were kept although a scheduler was loaded (`load_args=False`):
+            for each group that it drives the rate of the live schedule at the saved place; None where that can't be
+            told.
         seconds: Wall time of the whole load.
         bytes_needed: Bytes of this rank's tensors that were filled.
         bytes_read: Bytes of the records that this rank read for them.
@@ -164,6 +171,7 @@ class LoadReport:
     unchecked: Mapping[str, str] = field(default_factory=dict)
     fallbacks: Mapping[str, str] = field(default_factory=dict)
     facts: tuple[Fact, ...] = ()
+    scheduled_rates: tuple[float | None, ...] = ()
 
     @property
     def counts(self) -> dict[Verdict, int]:
@@ -240,7 +248,7 @@ def require_no_faults(found: Iterable[Finding], where: str) -> None:
 
 def _advise(wrong: Sequence[Finding], counts: Mapping[Verdict, int]) -> str:
     advice = [_ADVICE[verdict] for verdict in _ADVICE if counts[verdict]]
-    if not counts.keys() <= {*_SKIPPABLE, "no part"}:
+    if not counts.keys() <= {*_SKIPPABLE, "other ranks", "no part"}:
         advice.insert(0, "load it into the model and optimizer that it was saved from")
     parts = sorted({finding.leaf for finding in wrong if finding.verdict in _SKIPPABLE})
     if parts:

@@ -5,11 +5,12 @@ Pure. Must not know optimizers, files or ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GroupOrder", "find_order"]
+__all__ = ["GroupOrder", "find_order", "rates_in_place"]
 
 # What schedulers keep one of for each group.
 _PER_GROUP = frozenset(
@@ -26,12 +27,10 @@ class GroupOrder:
 
     Attributes:
         order: For each live group its index among the saved ones; None for one that keeps what it has.
-        num_saved: How many groups were saved.
         keeps_rates: The live learning rates stay (`load_args=False`).
     """
 
     order: Sequence[int | None]
-    num_saved: int
     keeps_rates: bool = False
 
     def arrange(self, state: Any, live: Any) -> Any:
@@ -52,10 +51,47 @@ class GroupOrder:
     def _arrange_entry(self, key: Any, value: Any, live: Any) -> Any:
         if key in _RATES and self.keeps_rates and live is not None:
             return live
-        if key in _PER_GROUP and isinstance(value, list) and len(value) == self.num_saved:
+        if key in _PER_GROUP and isinstance(value, list) and _reaches(value, self.order):
             kept = live if isinstance(live, list) and len(live) == len(self.order) else value
             return [kept[i] if index is None else value[index] for i, index in enumerate(self.order)]
         return self.arrange(value, live) if key == "_schedulers" else value
+
+
+def rates_in_place(saved: Any, live: Any, order: Sequence[int | None]) -> tuple[float | None, ...]:
+    """Each live group's learning rate where the saved schedule stands: its own base, as far along as the saved one.
+
+    Right for schedules that scale their base, by whatever rule.
+
+    Args:
+        saved: The scheduler's saved state.
+        live: The live scheduler's, before it takes the saved one.
+        order: For each live group its index among the saved ones; None for one that was not saved.
+
+    Returns:
+        The rates; None where that can't be told.
+    """
+    bases, rates, own = _listed(saved, "base_lrs"), _listed(saved, "_last_lr"), _listed(live, "base_lrs")
+    if not (_reaches(bases, order) and _reaches(rates, order) and len(own) == len(order)):
+        return (None,) * len(order)
+    return tuple(
+        None if index is None or not bases[index] else own[i] * rates[index] / bases[index]
+        for i, index in enumerate(order)
+    )
+
+
+def _reaches(values: Sequence[Any], order: Sequence[int | None]) -> bool:
+    return all(index is None or index < len(values) for index in order)
+
+
+def _listed(state: Any, name: str) -> list[float]:
+    """A list of a scheduler's state, or of the first of those chained inside it."""
+    if not isinstance(state, Mapping):
+        return []
+    found = state.get(name)
+    if isinstance(found, list):
+        return [float(value) for value in found]
+    chained = state.get("_schedulers")
+    return _listed(chained[0], name) if isinstance(chained, list) and chained else []
 
 
 def find_order(state: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
@@ -69,21 +105,15 @@ def find_order(state: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[int, ..
         groups: The saved groups' values.
 
     Returns:
-        The indices; None where groups with equal rates leave more than one way.
+        The indices; None where groups with equal rates leave more than one way. There may be more rates than groups.
     """
-    if isinstance(state, Mapping) and not any(name in state for name, _ in _REPEATED):
-        chained = state.get("_schedulers")
-        state = chained[0] if isinstance(chained, list) and chained else state
     ways: tuple[int, ...] | None = tuple(range(len(groups)))
     for listed, grouped in _REPEATED:
-        values = state.get(listed) if isinstance(state, Mapping) else None
-        rates = [group.get(grouped) for group in groups]
-        if not isinstance(values, list) or None in rates:
+        theirs = _listed(state, listed)
+        ours = [float(group[grouped]) for group in groups if grouped in group]
+        if ours == theirs or Counter(ours) - Counter(theirs):
             continue
-        ours, theirs = [float(rate) for rate in rates if rate is not None], [float(value) for value in values]
-        if ours == theirs or sorted(ours) != sorted(theirs):
-            continue
-        if len(set(ours)) == len(ours):
+        if all(theirs.count(rate) == 1 for rate in ours):
             return tuple(theirs.index(rate) for rate in ours)
         ways = None
     return ways

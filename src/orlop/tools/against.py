@@ -38,7 +38,15 @@ def build_model(spec: str) -> nn.Module:
     """
     name, _, function = spec.partition(":")
     folder, stem = (Path(name).parent, Path(name).stem) if name.endswith(".py") else (Path(), name)
-    sys.path.insert(0, str(Path.cwd() / folder))
+    place = str(Path.cwd() / folder)
+    sys.path.insert(0, place)
+    try:
+        return _build(spec, stem, function)
+    finally:
+        sys.path.remove(place)
+
+
+def _build(spec: str, stem: str, function: str) -> nn.Module:
     try:
         build = getattr(importlib.import_module(stem), function)
     except (ImportError, AttributeError) as error:
@@ -46,8 +54,6 @@ def build_model(spec: str) -> nn.Module:
     except (Exception, SystemExit) as error:
         todo = "it is imported: what it does when it is run as a script belongs below `if __name__ == ...`"
         raise OrlopError("the module can't be imported", where=spec, found=_said(error), todo=todo) from error
-    finally:
-        sys.path.pop(0)
     try:
         with torch.device("meta"):
             model = build()

@@ -169,6 +169,19 @@ def test_an_optimizer_that_only_the_checkpoint_has_is_missed_however_it_is_loade
         engine.load_dcp(tmp_path / "x")
     assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters()))
     for options in ({"policy": LoadPolicy(skip_parts={"b"})}, {"load_states": False}):
-        assert [found.leaf for found in engine.load_dcp(tmp_path / "x", **options).of("ignored")][-1] == "b"
+        report = engine.load_dcp(tmp_path / "x", **options)
+        assert [found.leaf for found in report.of("ignored", "skipped")][-1] == "b"
     # Who has no optimizer at all wants none.
     TrainEngine(engine.model, {}).load_dcp(tmp_path / "x")
+
+
+def test_a_part_that_is_here_and_skipped_is_warned_of_at_every_load(tmp_path, caplog):
+    trained().save_dcp(tmp_path / "x")
+    caplog.set_level(logging.WARNING, logger="orlop")
+    engine = make()
+    for _ in range(2):
+        report = engine.load_dcp(tmp_path / "x", policy=LoadPolicy(skip_parts={"scheduler"}))
+        assert [found.leaf for found in report.of("skipped")] == ["scheduler"]
+    assert [text for text in warnings(caplog) if "skipped" in text] == [
+        "1 parts of the checkpoint are skipped, as the policy says, and stay as they are here: scheduler"
+    ] * 2

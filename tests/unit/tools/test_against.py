@@ -130,7 +130,7 @@ def test_weights_at_the_top_beside_an_optimizer(call, tmp_path, monkeypatch):
     linear = torch.nn.Linear(2, 2)
     state = {**linear.state_dict(), "optimizer": {"state": {"weight": {"exp_avg": torch.ones(2, 2)}}}}
     state["optimizer"]["param_groups"] = [{"lr": 0.1, "params": ["weight", "bias"]}]
-    dcp.save({**state, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "x", no_dist=True)
+    dcp.save({**state, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "x")
     (tmp_path / "top_of_test.py").write_text(
         "from torch import nn\n\ndef build():\n    return nn.Linear(2, 2)\n"
     )

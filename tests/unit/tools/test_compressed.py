@@ -33,7 +33,7 @@ def compress(path, change=lambda name, content: content):
 @pytest.fixture(params=[torch.arange(100_000.0), (1, {"x": 2.5}, "text" * 1000)], ids=["tensor", "data"])
 def saved(request, tmp_path):
     path = tmp_path / "x"
-    dcp.save({"w": request.param}, checkpoint_id=path, no_dist=True)
+    dcp.save({"w": request.param}, checkpoint_id=path)
     return path
 
 
@@ -75,7 +75,7 @@ def test_a_bomb_is_named_and_takes_no_memory(saved, tmp_path):
 
 def test_f04_a_hostile_one_is_named_and_not_executed(tmp_path):
     path = tmp_path / "x"
-    dcp.save({"w": Trap(str(tmp_path / "marker"))}, checkpoint_id=path, no_dist=True)
+    dcp.save({"w": Trap(str(tmp_path / "marker"))}, checkpoint_id=path)
     compress(path)
     (found,) = faults(path)
     assert (found.kind, found.found) == ("unsafe", "posix.mkdir")

@@ -42,7 +42,7 @@ def as_bytes(tensor):
 
 
 def saved(path, state):
-    dcp.save(state, checkpoint_id=path, no_dist=True)
+    dcp.save(state, checkpoint_id=path)
     return path
 
 

@@ -69,7 +69,7 @@ def save(rank, folder, world_size):
             "model": get_model_state_dict(model),
             "optimizer": get_optimizer_state_dict(model, optimizer),
         }
-        dcp.save(state, checkpoint_id=f"{folder}/plain-{world_size}-{steps}", no_dist=world_size == 1)
+        dcp.save(state, checkpoint_id=f"{folder}/plain-{world_size}-{steps}")
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +122,9 @@ def test_two_steps_differ_in_the_same_numbers_on_any_number_of_ranks(saved, by, 
 def test_one_element_of_another_ranks_shard_is_found_at_its_global_place(saved, tmp_path):
     shapes = {"matrix": (7, 3), "single": (1,), "unused": (2, 2)}
     whole = {"model": {name: torch.empty(shape) for name, shape in shapes.items()}}
-    dcp.load(whole, checkpoint_id=saved / "plain-3-1", no_dist=True)
+    dcp.load(whole, checkpoint_id=saved / "plain-3-1")
     whole["model"]["matrix"][6, 1] += 1
-    dcp.save(whole, checkpoint_id=tmp_path / "x", no_dist=True)
+    dcp.save(whole, checkpoint_id=tmp_path / "x")
     (value,) = diff_checkpoints(saved / "plain-3-1", tmp_path / "x").values
     assert (value.leaf, value.first_index, value.num_different) == ("model.matrix", (6, 1), 1)
 
