@@ -181,6 +181,7 @@ class CheckpointStore:
         require_engine(engine)
         require_count("step", step, optional=True)
         require_options(policy=policy, load_states=load_states, load_args=load_args)
+        engine.ranks.require_alike("resume", {"step": step})
         load = _Load(
             engine=engine, load_states=load_states, load_args=load_args, policy=policy or LoadPolicy()
         )
@@ -207,7 +208,9 @@ class CheckpointStore:
                 raise newest_error
             if chosen is None:
                 if load.engine.ranks.is_coordinator:
-                    _log.info("fresh start: no complete checkpoint in %s", self.root)
+                    found = f", though {len(passed_over)} that are not" if passed_over else ""
+                    level = logging.WARNING if passed_over else logging.INFO
+                    _log.log(level, "fresh start: no complete checkpoint in %s%s", self.root, found)
                 return None
             try:
                 return self._load(load, chosen)

@@ -30,7 +30,7 @@ _REFUSALS: dict[int | None, str] = {
     errno.EPERM: _PERMISSION,
     errno.EROFS: "give a path that can be written: this file system is read-only",
     errno.ENOTDIR: _NO_DIRECTORY,
-    errno.EEXIST: _NO_DIRECTORY,
+    errno.EEXIST: "something stands there already: give another one",
     errno.EISDIR: "a directory stands where a file is meant: give another path",
     errno.ENAMETOOLONG: "give a shorter path",
     **dict.fromkeys(_FULL, _ROOM),

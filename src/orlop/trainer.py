@@ -25,6 +25,7 @@ from orlop.batches import call_model, count_tokens_of
 from orlop.checkpoints import CheckpointStore
 from orlop.configs import LoadCheckpointConfig
 from orlop.display import progress_bar
+from orlop.errors import CheckpointMismatch
 from orlop.rates import learning_rates, put_rates, put_schedule_back, schedule_of, scheduled_keys
 from orlop.resume import LoadPolicy, LoadReport
 from orlop.signals import sigterm
@@ -143,7 +144,9 @@ class Trainer:
                 if stopped or record.step % self.save_every == 0 or record.step == self.total_steps:
                     self._save()
         if stopped:
-            self._say("SIGTERM: step %d is saved; the run ends here", self.progress.step)
+            self._warn(
+                "SIGTERM: step %d is saved; the run ends here, and `run` returns False", self.progress.step
+            )
         return not stopped
 
     def _resume(self) -> None:
@@ -181,12 +184,19 @@ class Trainer:
     def _start_elsewhere(self, path: Path | str) -> None:
         config = self._start_from
         schedule = schedule_of(self.engine.optimizers)
-        self.engine.load_dcp(
-            path,
-            load_states=config.load_optimizer_states,
-            load_args=config.load_optimizer_args and self._load_args,
-            policy=replace(self._policy, skip_parts=self._policy.skip_parts | config.skip_parts),
-        )
+        try:
+            self.engine.load_dcp(
+                path,
+                load_states=config.load_optimizer_states,
+                load_args=config.load_optimizer_args and self._load_args,
+                policy=replace(self._policy, skip_parts=self._policy.skip_parts | config.skip_parts),
+            )
+        except CheckpointMismatch as error:
+            # A policy would hold for the run's own checkpoints as well; the config is for this start alone.
+            todo = f"{error.todo}; for this start alone, resume=LoadCheckpointConfig(...) says what is not to be loaded"
+            raise CheckpointMismatch(
+                error.what, where=error.where, expected=error.expected, found=error.found, todo=todo
+            ) from None
         if not config.load_scheduler and self.engine.scheduler is not None:
             put_schedule_back(self.engine.optimizers, schedule)
         self._say("; ".join([f"started from {path}", *config.clean_starts(self.total_steps)]))

@@ -847,3 +847,14 @@ def test_an_optimizer_with_load_hooks_is_loaded_through_its_own_load_state_dict(
     assert calls == [4]
     assert "optimizer" in {finding.leaf for finding in report.of("through")}
     assert_same(snapshot(first), snapshot(second))
+
+
+def test_a_lazy_model_is_neither_saved_nor_loaded_before_its_first_forward(tmp_path):
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    engine = TrainEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for act in (lambda: engine.save_dcp(tmp_path / "x"), lambda: engine.load_dcp(tmp_path / "y")):
+        make().save_dcp(tmp_path / "y") if not (tmp_path / "y").exists() else None
+        with pytest.raises(CheckpointMismatch, match=r"run the model forward once") as caught:
+            act()
+        assert "model.0.weight" in caught.value.where
+    assert not (tmp_path / "x").exists()

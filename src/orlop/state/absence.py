@@ -140,7 +140,7 @@ def is_lossless(saved: torch.dtype, live: torch.dtype) -> bool:
         return True
     if live.is_complex:
         return is_lossless(saved.to_real(), live.to_real())
-    if saved.is_complex or live == torch.bool:
+    if saved.is_complex or live == torch.bool or not _has_limits(saved) or not _has_limits(live):
         return False
     if not live.is_floating_point:
         return saved == torch.bool or (not saved.is_floating_point and _is_wider_integer(saved, live))
@@ -151,6 +151,16 @@ def is_lossless(saved: torch.dtype, live: torch.dtype) -> bool:
     narrow = torch.finfo(saved)
     reaches = wide.max >= narrow.max and wide.tiny * wide.eps <= narrow.tiny * narrow.eps
     return wide.bits > narrow.bits and reaches and wide.eps <= narrow.eps
+
+
+def _has_limits(dtype: torch.dtype) -> bool:
+    """Whether torch says which values a dtype has; quantized and packed ones are equal, or not to be compared."""
+    try:
+        return dtype == torch.bool or bool(
+            torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        )
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
 
 
 def _is_wider_integer(saved: torch.dtype, live: torch.dtype) -> bool:

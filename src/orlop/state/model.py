@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from orlop import compat
 from orlop.errors import CheckpointMismatch
@@ -106,6 +107,14 @@ def view_model(model: nn.Module) -> ModelView:
         if fqn in entries:
             raise CheckpointMismatch(
                 "two entries of the model have one name", where=fqn, found=f"{raw_keys[fqn]}, {key}"
+            )
+        if isinstance(value, Tensor) and is_lazy(value):
+            raise CheckpointMismatch(
+                "a lazy module has no parameters yet; nothing was changed",
+                where=f"model.{fqn}",
+                expected="a model of which every parameter has its shape",
+                found="an uninitialized parameter",
+                todo="run the model forward once before it is saved or loaded into",
             )
         if isinstance(value, Tensor):
             require_dense(value, f"model.{fqn}", is_live=not is_extra_state(fqn))

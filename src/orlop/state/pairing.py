@@ -14,6 +14,7 @@ from orlop.state.report import Finding, Verdict
 __all__ = ["Pairing", "pair_groups"]
 
 _SHOWN = 4
+_NAMED = 100
 _BY_POSITION = (
     "they name parameters by their position in an optimizer, as optimizer.state_dict() does; weights alone load with "
     "load_states=False, load_args=False; to have the state as well, read it with dcp.load into the state_dict() of an "
@@ -55,10 +56,14 @@ def pair_groups(
     findings = []
     if new := [name for names in live for name in names if name not in there]:
         verdict: Verdict = "kept" if policy.allow_missing else "missing"
-        findings.append(Finding(verdict=verdict, leaf=leaf, detail=f"not in its groups: {', '.join(new)}"))
+        findings.append(
+            Finding(verdict=verdict, leaf=leaf, detail=f"not in its groups: {_listed(new, _NAMED)}")
+        )
     if gone := [name for names in saved for name in names if name not in here]:
         verdict = "ignored" if policy.allow_unexpected else "unexpected"
-        findings.append(Finding(verdict=verdict, leaf=leaf, detail=f"only in its groups: {', '.join(gone)}"))
+        findings.append(
+            Finding(verdict=verdict, leaf=leaf, detail=f"only in its groups: {_listed(gone, _NAMED)}")
+        )
     order = _pair([_known(names, there) for names in live], [_known(names, here) for names in saved])
     if order is None:
         detail = f"param groups do not match; here:{_table(live)}\n      in the checkpoint:{_table(saved)}"
@@ -86,9 +91,12 @@ def _pair(
     return None if free else tuple(order)
 
 
+def _listed(names: Sequence[str], count: int) -> str:
+    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
+
+
 def _table(groups: Sequence[Sequence[str]]) -> str:
     rows = []
     for index, names in enumerate(groups):
-        more = ", …" if len(names) > _SHOWN else ""
-        rows.append(f"\n        group {index}: {len(names)} parameters: {', '.join(names[:_SHOWN])}{more}")
+        rows.append(f"\n        group {index}: {len(names)} parameters: {_listed(names, _SHOWN)}")
     return "".join(rows) or " none"

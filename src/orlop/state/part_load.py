@@ -166,7 +166,10 @@ class PartsLoad:
     def judge_unknown(self, names: Iterable[str]) -> list[Finding]:
         """Findings for what the policy skips and no rank knows: most likely a part's misspelt name."""
         here = ", ".join(list(self.live)[:_SHOWN]) or "none"
-        detail = f"skip_parts names it, and it is no such part here ({here}) nor in the checkpoint"
+        detail = (
+            f"skip_parts names it, and it is no such part here ({here}) nor in the checkpoint; model and optimizers "
+            "are none: leave optimizer state by load_states=False"
+        )
         return [Finding(verdict="no part", leaf=name, detail=detail) for name in sorted(names)]
 
 

@@ -201,6 +201,8 @@ def _same(one: Any, two: Any) -> bool:
 def _first_of_tensors(one: Tensor, two: Tensor, at: str) -> tuple[str, str, str] | None:
     if (one.shape, one.dtype) != (two.shape, two.dtype):
         return at, f"{one.dtype} {tuple(one.shape)}", f"{two.dtype} {tuple(two.shape)}"
+    if not one.numel():
+        return None
     differ = (_bits(one) != _bits(two)).reshape(*one.shape, -1).any(dim=-1)
     places = differ.nonzero()
     if not len(places):

@@ -143,3 +143,9 @@ def test_eight_bit_floats_keep_every_value(saved, live):
     back = every.to(live).to(saved)
     assert torch.equal(every.to(torch.float64).nan_to_num(9e9), back.to(torch.float64).nan_to_num(9e9))
     assert is_lossless(saved, live)
+
+
+def test_dtypes_without_limits_are_equal_or_not():
+    assert is_lossless(torch.quint8, torch.quint8)
+    assert not is_lossless(torch.float32, torch.quint8)
+    assert not is_lossless(torch.bits8, torch.int32)

@@ -246,3 +246,8 @@ def test_first_difference_of_data():
     assert first_difference([1], [1.0]) == ("[0]", "int 1", "float 1.0")
     assert first_difference(math.nan, math.nan) is None
     assert first_difference({1: 0}, {"1": 0})[0] == ""
+
+
+def test_empty_tensors_inside_plain_data_are_equal():
+    assert first_difference({"a": torch.empty(0)}, {"a": torch.empty(0)}) is None
+    assert first_difference(torch.empty(0, 3), torch.empty(0, 2)) is not None
