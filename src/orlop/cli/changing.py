@@ -20,8 +20,12 @@ class To(str, Enum):
 
 
 def convert(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint: orlop's own, or any DCP directory.")],
-    out: Annotated[str, typer.Argument(help="Where the result appears, whole or not at all.")] = "",
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint: orlop's own, or any DCP directory.")
+    ],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="Where the result appears, whole or not at all.")
+    ] = "",
     to: Annotated[To | None, typer.Option(help="The format.")] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Take only this part (model, optimizer, ...); may be repeated.")
@@ -93,7 +97,7 @@ def _index(checkpoint: str, as_json: bool) -> None:
 
 
 def prune(
-    run: Annotated[str, typer.Argument(help="The run's directory.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's directory.")],
     keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest complete checkpoints stay.")],
     keep_every: Annotated[int | None, typer.Option(min=1, help="Multiples of this step stay, too.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which would go.")] = False,

@@ -16,8 +16,8 @@ _SHOWN = 50
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint.")],
-    b: Annotated[str, typer.Argument(help="Another one.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     exact: Annotated[
         bool, typer.Option("--exact", help="Bit for bit: -0.0 is not 0.0, and implementation flags count.")
     ] = False,

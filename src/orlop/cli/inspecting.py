@@ -19,9 +19,15 @@ _SHOWN = 5
 
 def inspect(
     checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint's directory; of a run's, the checkpoint that a resume takes.")
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint's directory; of a run's, the checkpoint that a resume takes.",
+        ),
     ],
-    pattern: Annotated[str, typer.Argument(help="Only leaves that match: a glob, or a part of a name.")] = "",
+    pattern: Annotated[
+        str, typer.Argument(metavar="PATTERN", help="Only leaves that match: a glob, or a part of a name.")
+    ] = "",
     tensors: Annotated[
         bool, typer.Option("--tensors", help="Every leaf: dtype, shape, chunks, size.")
     ] = False,

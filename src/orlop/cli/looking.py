@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def ls(
-    run: Annotated[str, typer.Argument(help="The run's directory, which holds step-... directories.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run's directory, which holds step-... directories.")
+    ],
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte of the complete ones.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -67,7 +69,9 @@ def ls(
 
 
 def verify(
-    path: Annotated[str, typer.Argument(help="A checkpoint, or a run's directory with several.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A checkpoint, or a run's directory with several.")
+    ],
     deep: Annotated[
         bool,
         typer.Option("--deep", help="Also load every leaf, and compare the saved fingerprint (needs torch)."),
