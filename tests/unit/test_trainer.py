@@ -17,15 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from orlop.checkpoints import CheckpointStore
 from orlop.configs import LoadCheckpointConfig
 from orlop.engine import TrainEngine
-from orlop.errors import CheckpointNotFound
+from orlop.errors import CheckpointMismatch, CheckpointNotFound
 from orlop.optim.swap import SwapAdamW
+from orlop.resume import LoadPolicy
 from orlop.state.plain import digest
 from orlop.state.rng import RngState
 from orlop.trainer import Trainer
@@ -472,3 +475,27 @@ def test_a_part_name_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'rng'"):
         Trainer(trainer.engine, trainer.store, [1], total_steps=1, save_every=1)
     assert trainer.engine.parts["rng"] is trainer.progress
+
+
+def test_a_policy_that_is_left_in_the_script_never_begins_a_run_anew(tmp_path: Path) -> None:
+    whole = _trainer(tmp_path / "whole")
+    assert whole.run()
+    _interrupted(tmp_path / "run")
+    again = _trainer(tmp_path / "run", policy=LoadPolicy(skip_parts={"progress"}, allow_other_ranks=True))
+    assert again.run()
+    _assert_same(_outcome(again), _outcome(whole))
+
+
+def test_a_start_from_a_checkpoint_without_parts_says_what_to_leave_out_for_this_start(
+    tmp_path: Path,
+) -> None:
+    trainer = _trainer(tmp_path / "other")
+    model, optimizer = get_state_dict(trainer.engine.model, next(iter(trainer.engine.optimizers.values())))
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "plain")
+    branch = _trainer(tmp_path / "branch", resume=str(tmp_path / "plain"))
+    with pytest.raises(CheckpointMismatch, match=r"resume=LoadCheckpointConfig\(\.\.\.\) says"):
+        branch.run()
+    config = LoadCheckpointConfig(
+        checkpoint_path=tmp_path / "plain", load_dataset=False, load_scheduler=False
+    )
+    assert _trainer(tmp_path / "branch", resume=config).run()
