@@ -395,7 +395,7 @@ def test_f04_nothing_of_metadata_is_executed(tmp_path):
         Reader(path).read_metadata()
     assert caught.value.where == str(path / ".metadata")
     # Torch up to 2.10 looks for another metadata file after any failure, and hides the first one behind its own.
-    with pytest.raises(dcp.CheckpointException, match=r"allow-list|metadata is not None"):
+    with pytest.raises(dcp.CheckpointException, match=r"allow-list|metadata is (not )?None"):
         dcp.load({"w": torch.ones(2)}, storage_reader=Reader(path))
     assert not marker.exists()
 
