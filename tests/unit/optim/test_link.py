@@ -41,7 +41,11 @@ class Overtaking(ThreadLink):
 
 @pytest.mark.parametrize(
     "link, rule",
-    [(Early, "values have arrived"), (Overtaking, "a slot is filled only after its window is home")],
+    # On a busy machine values that are not there yet show first in the slot that was filled too early.
+    [
+        (Early, "values have arrived|a slot is filled only after its window is home"),
+        (Overtaking, "a slot is filled only after its window is home"),
+    ],
 )
 def test_the_contract_is_able_to_fail(link, rule):
     with pytest.raises(AssertionError, match=rule):

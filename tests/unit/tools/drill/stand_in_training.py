@@ -42,7 +42,9 @@ def train(root: Path, steps: int, save_every: int, fault: str) -> None:
         step += 1
         loss = 1 / (step + forgot)
         lines.append(json.dumps({"step": step, "loss": loss, "grad_norm": 1.0, "lr": [0.1], "tokens": step}))
-        (root / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        # A kill may hit in the middle of a write: the file is replaced whole.
+        (root / "metrics.new").write_text("\n".join(lines) + "\n")
+        (root / "metrics.new").replace(root / "metrics.jsonl")
         time.sleep(0.15 if fault == "quick" else 0.03)
         if fault == "fails" and step == 3:
             sys.exit("something went wrong")
