@@ -220,21 +220,32 @@ class Swapped(Figures, Optimizer):
 
     def _active(self) -> list[Resident]:
         """Residents with a gradient; parameters that were unfrozen or given another form get their place now."""
-        # Once per parameter and step, and felt where steps are short: thousands of small parameters, fused.
-        active: list[Resident] = []
-        self._admit_late([param for param, resident in self._in_order() if _is_late(param, resident)])
-        for param, resident in self._in_order():
-            grad = param.grad
-            if grad is not None:
-                assert resident is not None
-                if grad.layout is not torch.strided:
-                    resident.gradient()
-                active.append(resident)
+        active, late = self._with_gradients()
+        if late:
+            self._admit_late(late)
+            active, _ = self._with_gradients()
         for param, name in self._meta:
             if param.is_meta:
                 raise replaced_parameter(name)
         self._meta = []
         return active
+
+    def _with_gradients(self) -> tuple[list[Resident], list[Tensor]]:
+        """Residents with a gradient, and parameters with one that have no place of their present form."""
+        # Once per parameter and step, and felt where steps are short: thousands of small parameters, fused.
+        active: list[Resident] = []
+        late: list[Tensor] = []
+        for param, resident in self._in_order():
+            grad = param.grad
+            if grad is None:
+                continue
+            if resident is None or (not resident.stepped and resident.is_outgrown):
+                late.append(param)
+                continue
+            if grad.layout is not torch.strided:
+                resident.gradient()
+            active.append(resident)
+        return active, late
 
     def _in_order(self) -> list[tuple[Tensor, Resident | None]]:
         """The groups' parameters with their residents; made anew when a group's list has changed."""
@@ -437,7 +448,3 @@ class Swapped(Figures, Optimizer):
         super().__setstate__(carried)
         self._settle(stepped=stepped)
         self._stepper.fault = fault
-
-
-def _is_late(param: Tensor, resident: Resident | None) -> bool:
-    return param.grad is not None and (resident is None or resident.is_outgrown)

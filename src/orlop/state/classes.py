@@ -20,7 +20,6 @@ __all__ = ["contradicting_class"]
 
 _DECOUPLED = "decoupled_weight_decay"
 # Every class's, or what a class got over time.
-_NEVER = frozenset({"no group has this"})
 _NOT_TELLING = LIVE_FLAGS | compat.ADDED_OPTIONS | {"params", "lr"}
 
 
@@ -38,7 +37,7 @@ def contradicting_class(
         saved: The saved one.
     """
     kind: type[Optimizer] = getattr(optimizer, "swapped_class", type(optimizer))
-    own = next((each for each in kind.__mro__ if _options().get(each, _NEVER) <= live.keys()), None)
+    own = next((c for c in kind.__mro__ if c in _options() and _options()[c] <= live.keys()), None)
     keys = saved.keys()
     writers = {each: options for each, options in _options().items() if options and options <= keys}
     if own in writers:

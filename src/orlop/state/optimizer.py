@@ -182,11 +182,10 @@ class OptimizerLoad:
         is_recorded = self.manifest is not None and self.name in self.manifest.optimizer_classes
         if is_recorded or self.policy.allow_other_class:
             return None
-        for live in self.optimizer.param_groups[:1]:
-            for saved in self.saved:
-                if len(saved) > 1:
-                    return contradicting_class(self.optimizer, live, saved)
-        return None
+        telling = [group for group in self.saved if len(group) > 1]
+        if not telling or not self.optimizer.param_groups:
+            return None
+        return contradicting_class(self.optimizer, self.optimizer.param_groups[0], telling[0])
 
     @property
     def groups_leaf(self) -> str:

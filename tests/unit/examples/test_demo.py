@@ -9,24 +9,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.unit.tools.drill.test_drilling import STAND_IN, running_in
 
 import demo
-from orlop.tools.drill import processes
-
-STAND_IN = Path(__file__).parents[1] / "tools" / "drill" / "stand_in_training.py"
-
-
-def running_in(out: Path) -> list[str]:
-    """The command lines of the processes, anywhere on this machine, that work on `out`."""
-    found = []
-    for entry in processes.PROC.iterdir():
-        try:
-            command = (entry / "cmdline").read_text() if entry.name.isdigit() else ""
-        except OSError:
-            continue
-        if str(out) in command and "stand_in_training" in command:
-            found.append(command)
-    return found
 
 
 @pytest.mark.parametrize("fault, code", [("none", 0), ("forgets", 1)])
