@@ -219,6 +219,7 @@ def _describe(
         "meshes": describe_meshes(engine.model.parameters()),
         "optimizer_classes": {label: class_name(opt) for label, opt in _saved(engine, collected)},
         "absent": collected.absent,
+        "state_keys": collected.state_keys,
         "uneven": collected.uneven,
         "left_out": collected.left_out,
         "group_firsts": collected.group_firsts,

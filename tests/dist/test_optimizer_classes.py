@@ -1,7 +1,10 @@
 """Optimizer state that can't be foreseen, on DTensors: saved by two ranks, loaded by two and by one."""
 
+import re
+
 import pytest
 import torch
+from tests.rewriting import drop, rewrite
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from orlop import swap
 from orlop.engine import TrainEngine
+from orlop.errors import CheckpointMismatch
 from orlop.testing import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -114,3 +118,28 @@ def test_unforeseen_state_is_sharded_as_its_parameter_and_goes_on_bit_for_bit(tm
                     assert values.keys() == expected.keys()
                     for name, value in values.items():
                         assert torch.equal(value, expected[name]), name
+
+
+def _load_without(rank, folder, slot):
+    """What a load says when one slot is in no file any more, by each kind of engine."""
+    texts = []
+    for engine in (_make("stock", seed=9), _make("swapped", seed=9)):
+        before = _snapshot(engine)[0]
+        with pytest.raises(CheckpointMismatch) as caught:
+            engine.load_dcp(folder)
+        texts.append(str(caught.value))
+        after = _snapshot(engine)[0]
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    return texts
+
+
+@pytest.mark.parametrize("slot", ["w.prev", "b.m", "w.step"])
+def test_a_slot_that_was_saved_and_is_gone_is_an_error_on_every_rank(tmp_path, slot):
+    run_ranks(_save, 2, str(tmp_path))
+    damaged = tmp_path / "stock-3"
+    rewrite(damaged, drop(re.escape(f"optimizer.state.{slot}")))
+    for world_size in (2, 1):
+        told = run_ranks(_load_without, world_size, str(damaged), slot)
+        assert all(texts == told[0] for texts in told)
+        assert all(f"partial: optimizer.state.{slot} (only " in text for text in told[0])

@@ -1,17 +1,19 @@
 """Optimizer classes whose state can't be foreseen: saved, loaded into a fresh run, and going on bit for bit."""
 
 import copy
+import re
 
 import pytest
 import torch
+from tests.rewriting import drop, keys, rewrite
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, load, save
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
+import orlop
 from orlop import swap
 from orlop.checkpoints import CheckpointStore
 from orlop.engine import TrainEngine
-from orlop.errors import CheckpointMismatch, CheckpointUnsafe, OptimizerRefused
+from orlop.errors import CheckpointIncomplete, CheckpointMismatch, CheckpointUnsafe, OptimizerRefused
 from orlop.resume import LoadPolicy
 from orlop.store.manifest import read_manifest, write_manifest
 
@@ -203,29 +205,12 @@ def goes_on(path, build, *, at, layout="nested"):
         assert_same(snapshot(whole), snapshot(engine))
 
 
-def refused(engine, path, **options):
+def refused(engine, path, error=CheckpointMismatch, **options):
     before = snapshot(engine)
-    with pytest.raises(CheckpointMismatch) as caught:
+    with pytest.raises(error) as caught:
         engine.load_dcp(path, **options)
     assert_same(before, snapshot(engine))
     return str(caught.value)
-
-
-def drop(path, *dropped, record=True):
-    """Write a checkpoint anew with plain DCP without some keys, and with orlop's record or without."""
-    metadata = FileSystemReader(path).read_metadata()
-    flat = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-    load(flat, checkpoint_id=path)
-    for key in dropped:
-        del flat[key]
-    to = path.with_name("dropped")
-    save(flat, checkpoint_id=to)
-    if record:
-        write_manifest(to, read_manifest(path).model_copy(update={"digests": {}, "files": {}}))
-    return to
 
 
 # -- state that nobody foresees ----------------------------------------------------------------------------------------
@@ -320,16 +305,74 @@ def test_state_gets_the_strides_that_its_class_gives_it(tmp_path):
 # -- what stays a fault ------------------------------------------------------------------------------------------------
 
 
+RECORDED = [
+    (
+        lambda seed: make(torch.optim.LBFGS, seed=seed, lr=0.1),
+        "a.weight",
+        "a lost slot of no class's foresight",
+    ),
+    (lambda seed: make(torch.optim.SparseAdam, seed=seed, embedded=True), "table.weight", "sparse"),
+    (lambda seed: make(MakesLater, seed=seed), "a.weight", "late"),
+    (lambda seed: make(swap(MakesLater), seed=seed), "a.weight", "late, host-resident"),
+    (lambda seed: make(Lists, seed=seed), "a.weight", "lists"),
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "fqn"), [case[:2] for case in RECORDED], ids=[case[2] for case in RECORDED]
+)
+def test_any_one_slot_that_was_saved_and_is_gone_is_an_error(tmp_path, build, fqn):
+    train(build(0), 0, 1, 2).save_dcp(tmp_path / "x")
+    prefix = f"optimizer.state.{fqn}."
+    slots = [key for key in sorted(keys(tmp_path / "x")) if key.startswith(prefix)]
+    assert len(slots) > 2
+    damaged = tmp_path / "damaged"
+    for slot in slots:
+        rewrite(tmp_path / "x", drop(re.escape(slot)), to=damaged)
+        for engine in (build(3), train(build(3), 0, 1, 2)):
+            text = refused(engine, damaged)
+            assert f"partial: {slot} (only " in text
+        found = [finding for finding in orlop.verify(damaged) if finding.kind == "partial"]
+        assert [finding.where for finding in found] == [prefix.rstrip(".")]
+    rewrite(tmp_path / "x", drop(*map(re.escape, slots)), to=damaged)
+    assert f"lost: {prefix.rstrip('.')}" in refused(build(3), damaged, error=CheckpointIncomplete)
+    found = [finding for finding in orlop.verify(damaged) if finding.kind == "lost"]
+    assert [finding.where for finding in found] == [prefix.rstrip(".")]
+    report = build(3).load_dcp(damaged, policy=LoadPolicy(reset_damaged=(fqn,)))
+    assert [finding.leaf for finding in report.of("reset")] == [prefix.rstrip(".")]
+
+
+def test_slots_that_some_parameters_had_not_made_yet_are_no_damage(tmp_path):
+    first = train(make(MakesLater), 2, 3)  # `late` has made one step of its two
+    first.save_dcp(tmp_path / "x")
+    assert not [finding for finding in orlop.verify(tmp_path / "x") if finding.is_fault]
+    second = train(make(MakesLater, seed=3), 3, 4)
+    second.load_dcp(tmp_path / "x")
+    assert_same(snapshot(first), snapshot(second))
+    assert_same(snapshot(train(first, 4)), snapshot(train(second, 4)))
+
+
+def test_checkpoints_without_a_record_of_keys_are_still_read(tmp_path):
+    first = train(make(torch.optim.LBFGS, lr=0.1), 0, 1)
+    first.save_dcp(tmp_path / "x")
+    record = read_manifest(tmp_path / "x")
+    write_manifest(tmp_path / "x", record.model_copy(update={"state_keys": {}}))
+    second = make(torch.optim.LBFGS, seed=3, lr=0.1)
+    second.load_dcp(tmp_path / "x")
+    assert_same(snapshot(first), snapshot(second))
+
+
 def test_a_slot_that_the_class_does_foresee_is_still_missed(tmp_path):
     train(make(MakesLater), 0, 1).save_dcp(tmp_path / "x")
-    damaged = drop(tmp_path / "x", "optimizer.state.a.weight.m")
+    damaged = tmp_path / "damaged"
+    rewrite(tmp_path / "x", drop(r"optimizer\.state\.a\.weight\.m"), to=damaged)
     for engine in (make(MakesLater, seed=3), train(make(MakesLater, seed=3), 0, 1)):
         assert "partial: optimizer.state.a.weight.m (only ['prev', 'step'] are there)" in refused(
             engine, damaged
         )
     # The constructor's state is foreseen, too.
     train(make(MadeAtOnce), 0, 1).save_dcp(tmp_path / "made" / "x")
-    damaged = drop(tmp_path / "made" / "x", "optimizer.state.a.weight.m")
+    rewrite(tmp_path / "made" / "x", drop(r"optimizer\.state\.a\.weight\.m"), to=damaged)
     text = refused(train(make(MadeAtOnce, seed=3), 0), damaged)
     assert "partial: optimizer.state.a.weight.m (only ['n'] are there)" in text
 
@@ -337,7 +380,8 @@ def test_a_slot_that_the_class_does_foresee_is_still_missed(tmp_path):
 def test_without_a_record_nobody_vouches_for_strange_slots(tmp_path):
     train(make(MakesLater), 0, 1).save_dcp(tmp_path / "x")
     train(make(MakesLater), 0).save_dcp(tmp_path / "young")
-    bare = drop(tmp_path / "x", record=False)
+    bare, young = tmp_path / "bare", tmp_path / "without"
+    rewrite(tmp_path / "x", to=bare, keep_record=False)
     text = refused(make(MakesLater, seed=3), bare)
     assert "unexpected: optimizer.state.a.weight.prev (expected only ['m', 'step'])" in text
     # The live slot vouches for itself.
@@ -346,8 +390,7 @@ def test_without_a_record_nobody_vouches_for_strange_slots(tmp_path):
     third = make(MakesLater, seed=4)
     third.load_dcp(tmp_path / "x")
     assert_same(snapshot(second), snapshot(third))
-    (tmp_path / "dropped").rename(tmp_path / "bare")
-    young = drop(tmp_path / "young", record=False)
+    rewrite(tmp_path / "young", to=young, keep_record=False)
     assert "partial: optimizer.state.a.weight.prev" in refused(second, young)
 
 
@@ -373,7 +416,8 @@ def test_a10_the_saved_hyperparameters_decide_which_state_is_taken(
 ):
     first = train(make(optimizer_class, **saved), 0, 1)
     first.save_dcp(tmp_path / "x")
-    path = tmp_path / "x" if record else drop(tmp_path / "x", record=False)
+    path = tmp_path / "x"
+    rewrite(path, keep_record=record)
     second = make(optimizer_class, seed=9, **live)
     third = train(make(optimizer_class, seed=9, **live), 0)
     for engine in (second, third):

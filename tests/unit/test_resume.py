@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.rewriting import keys, rewrite
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -108,24 +109,6 @@ def assert_same(one, other):
         )
         assert same, name
     assert one[1] == other[1]
-
-
-def keys(path):
-    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
-
-
-def rewrite(path, change):
-    """Rewrite a checkpoint with plain DCP after `change` has edited its flat dict."""
-    reader = FileSystemReader(path)
-    metadata = reader.read_metadata()
-    flat = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-    dcp.load(flat, checkpoint_id=path)
-    change(flat)
-    shutil.rmtree(path)
-    dcp.save(flat, storage_writer=FileSystemWriter(path))
 
 
 # -- saving --------------------------------------------------------------------------------------------------
@@ -242,7 +225,7 @@ def test_a02_loading_into_an_optimizer_that_stepped_resets_the_absent(tmp_path):
 def test_partly_present_state_is_refused_unless_reset_is_allowed(tmp_path):
     engine = trained()
     engine.save_dcp(tmp_path / "x")
-    rewrite(tmp_path / "x", lambda flat: flat.pop("optimizer.state.a.weight.exp_avg_sq"))
+    rewrite(tmp_path / "x", lambda flat: flat.pop("optimizer.state.a.weight.exp_avg_sq"), keep_record=False)
     other = trained(1, seed=4)
     before = snapshot(other)
     with pytest.raises(CheckpointMismatch, match=r"partial: optimizer\.state\.a\.weight\.exp_avg_sq"):
@@ -542,7 +525,7 @@ def test_missing_and_unexpected_model_keys_are_all_listed(tmp_path):
     def change(flat):
         flat["model.c.weight"] = flat.pop("model.a.weight")
 
-    rewrite(tmp_path / "x", change)
+    rewrite(tmp_path / "x", change, keep_record=False)
     other = make(seed=3)
     before = snapshot(other)
     with pytest.raises(CheckpointMismatch) as caught:
@@ -561,6 +544,7 @@ def test_a27_shapes_are_checked_leaf_by_leaf(tmp_path):
     rewrite(
         tmp_path / "x",
         lambda flat: flat.update({"optimizer.state.b.bias.exp_avg": torch.zeros(3)}),
+        keep_record=False,
     )
     other = make(seed=3)
     before = snapshot(other)
@@ -594,7 +578,7 @@ def test_a_byte_leaf_that_runs_code_is_refused(tmp_path):
 
     (tmp_path / "victim").mkdir()
     trained().save_dcp(tmp_path / "x")
-    rewrite(tmp_path / "x", lambda flat: flat.update(scheduler=Evil()))
+    rewrite(tmp_path / "x", lambda flat: flat.update(scheduler=Evil()), keep_record=False)
     other = make(seed=3)
     before = snapshot(other)
     with pytest.raises(CheckpointUnsafe) as caught:
@@ -829,7 +813,7 @@ def test_a_model_with_load_hooks_is_loaded_through_its_own_load_state_dict(tmp_p
         for name in ("weight", "bias"):
             flat[f"model.old.{name}"] = flat.pop(f"model.a.{name}")
 
-    rewrite(tmp_path / "x", change)
+    rewrite(tmp_path / "x", change, keep_record=False)
     second = make(model=Renamed(), seed=3)
     report = second.load_dcp(tmp_path / "x")
     assert torch.equal(second.model.a.weight, first.model.a.weight)

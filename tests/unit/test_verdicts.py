@@ -1,15 +1,14 @@
 """Every leaf has one verdict: real checkpoints, loaded through the engine and the store, in one process."""
 
 import logging
-import re
-import shutil
 import sys
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.rewriting import drop, keys, rewrite
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -95,34 +94,6 @@ def refused(engine, path, error=CheckpointMismatch, **options):
         engine.load_dcp(path, **options)
     assert_same(before, snapshot(engine))
     return str(caught.value)
-
-
-def keys(path):
-    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
-
-
-def rewrite(path, change, *, keep_record=True):
-    """Write a checkpoint anew with plain DCP, after `change` of its flat dict; with orlop's record, or without."""
-    metadata = FileSystemReader(path).read_metadata()
-    flat = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
-        for key, entry in metadata.state_dict_metadata.items()
-    }
-    dcp.load(flat, checkpoint_id=path)
-    change(flat)
-    record = read_manifest(path)
-    shutil.rmtree(path)
-    dcp.save(flat, storage_writer=FileSystemWriter(path))
-    if keep_record:
-        write_manifest(path, record.model_copy(update={"digests": {}, "files": {}}))
-
-
-def drop(*patterns):
-    def change(flat):
-        for key in [key for key in flat if any(re.fullmatch(pattern, key) for pattern in patterns)]:
-            del flat[key]
-
-    return change
 
 
 class Part:

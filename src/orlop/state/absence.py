@@ -89,6 +89,7 @@ class WantedState:
         tensors: By state key.
         numbers: The state keys whose value is no tensor: a number, or other plain data.
         optional: The keys that need not be there.
+        recorded: The keys that were saved, by the checkpoint's own record.
         reasons: Says of a key which hyperparameter explains why it is wanted, or is not; empty where none does.
         is_stateful: Whether it would have state after a step: False for frozen parameters and stateless classes.
     """
@@ -97,6 +98,7 @@ class WantedState:
     tensors: Mapping[str, Wanted]
     numbers: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
+    recorded: frozenset[str] = frozenset()
     reasons: Callable[[str], str] = lambda key: ""
     is_stateful: bool = True
 
@@ -273,7 +275,7 @@ def _check_keys(
             leaf=f"{base}.{key}",
             detail=_explained(f"only {sorted(present)} are there", wanted, key),
         )
-        for key in sorted(expected - present - wanted.optional)
+        for key in sorted((expected - wanted.optional | wanted.recorded) - present)
     ]
     for key in sorted(present - expected):
         leaf = f"{base}.{key}"

@@ -27,10 +27,11 @@ from orlop.state.uneven import (
     check_replicas,
     find_uneven,
     lacks_writer,
+    merge_keys,
     record_uneven,
     require_equal_replicas,
 )
-from orlop.store.manifest import UnevenState
+from orlop.store.manifest import StateKeys, UnevenState
 
 __all__ = [
     "Collected",
@@ -63,6 +64,7 @@ class Collected:
         leaves: This rank's leaves, by key; live tensors and plain data.
         paths: The nested path of each key.
         absent: For each optimizer the FQNs that have no state on any rank.
+        state_keys: For each optimizer the keys of state that the others have on some rank.
         uneven: For each optimizer the parameters whose state differs by rank.
         left_out: The FQNs of the model that are not saved.
         aliases: Keys of tied entries, each with the key that its bytes are saved under; all ranks'.
@@ -73,6 +75,7 @@ class Collected:
     leaves: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     absent: dict[str, list[str]] = field(default_factory=dict)
+    state_keys: dict[str, StateKeys] = field(default_factory=dict)
     uneven: dict[str, dict[str, UnevenState]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -146,6 +149,7 @@ def _tell(local: LocalParts) -> Told:
         names={label: [list(group["params"]) for group in groups] for label, groups in local.groups.items()},
         values={label: list(map(shared_values, groups)) for label, groups in local.groups.items()},
         stepped=local.stepped,
+        state_keys=local.state_keys,
         absent=local.absent,
         aliases=local.aliases,
         left_out=local.left_out,
@@ -166,6 +170,7 @@ def _describe(
     aliases = {alias: fqn for told in everyone for alias, fqn in told.aliases.items()}
     return Collected(
         absent={label: list(fqns) for label, fqns in absent.items()},
+        state_keys=merge_keys(everyone),
         uneven=uneven,
         left_out=list(dict.fromkeys(fqn for told in everyone for fqn in told.left_out)),
         aliases={f"{key_prefix}model.{alias}": f"{key_prefix}model.{fqn}" for alias, fqn in aliases.items()},

@@ -142,18 +142,18 @@ def read_groups(
         one, and without groups that have no parameters.
 
     Raises:
-        CheckpointMismatch: In the flattened layout, a live group's parameters were of different groups.
+        CheckpointMismatch: In the flattened layout, a live group's parameters were of different groups; or a group has
+            no list of parameters.
     """
     mine = {key: value for key, value in values.items() if key.startswith(prefix)}
     whole = values.get(prefix.rstrip("."))
     if isinstance(whole, list):
-        return [{**group, "params": rename(list(map(str, group["params"])))} for group in whole]
+        return _named(prefix, whole, rename)
     if not mine:
         return []
     if f"{prefix}0.params" in mine:
         below = {key: ("groups", *path_below(key, prefix, paths)) for key in mine}
-        groups: list[dict[str, Any]] = compat.unflatten_state_dict(mine, below)["groups"]
-        return [{**group, "params": rename(list(map(str, group["params"])))} for group in groups]
+        return _named(prefix, compat.unflatten_state_dict(mine, below)["groups"], rename)
     by_name: dict[str, dict[str, Any]] = {}
     for key, value in mine.items():
         name, _, own = key[len(prefix) :].rpartition(".")
@@ -169,6 +169,23 @@ def read_groups(
         names = [*groups[0]["params"], *(name for name in strange if name not in groups[0]["params"])]
         return [{**groups[0], "params": names}, *groups[1:]]
     return [*groups, {"params": strange}] if strange else groups
+
+
+def _named(
+    prefix: str, groups: Sequence[Any], rename: Callable[[Sequence[str]], list[str]]
+) -> list[dict[str, Any]]:
+    named: list[dict[str, Any]] = []
+    for index, group in enumerate(groups):
+        names = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(names, (list, tuple)):
+            raise CheckpointMismatch(
+                "a saved param group does not say which parameters are in it",
+                where=f"{prefix}{index}.params",
+                expected="a list of names",
+                found=repr(names),
+            )
+        named.append({**group, "params": rename(list(map(str, names)))})
+    return named
 
 
 def _in_saved_order(

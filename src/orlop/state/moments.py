@@ -33,7 +33,7 @@ from orlop.state.report import Finding
 from orlop.state.slots import fit_slots
 from orlop.state.stock import OptimizerState, StockState
 from orlop.state.uneven import Holding, Scalars, decide_uneven
-from orlop.store.manifest import UnevenState
+from orlop.store.manifest import StateKeys, UnevenState
 
 __all__ = ["Recorded", "StateLoad"]
 
@@ -46,6 +46,7 @@ class Recorded:
         is_known: Whether there is a record: what it does not call absent was there.
         is_same_class: Whether the class that the optimizer has here made the state.
         absent: The FQNs without state.
+        keys: The keys of state that the others had; None where that is not known.
         uneven: The parameters whose state differed by rank.
         aliases: Tied names, each with the one that was saved.
     """
@@ -53,6 +54,7 @@ class Recorded:
     is_known: bool = False
     is_same_class: bool = False
     absent: frozenset[str] = frozenset()
+    keys: StateKeys | None = None
     uneven: Mapping[str, UnevenState] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -117,11 +119,13 @@ class StateLoad:
             nothing=[key for key, leaf in leaves.items() if leaf in small and small[leaf] is None],
         )
         slots = fitted.tensors
+        recorded = frozenset(self.recorded.keys[name] if self.recorded.keys is not None else ())
         self.wanted[param] = WantedState(
             names=names,
             tensors={k: Wanted.of(f"{self.prefix}{names[0]}.{k}", t) for k, t in slots.items()},
             numbers=fitted.numbers,
-            optional=fitted.optional,
+            optional=fitted.optional - recorded,
+            recorded=recorded,
             reasons=lambda key: foresight.explain(param, key),
         )
         self.slots[param] = slots if self.into_live else {k: torch.empty_like(t) for k, t in slots.items()}

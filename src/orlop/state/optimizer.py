@@ -45,6 +45,7 @@ def _recorded(name: str, optimizer: Optimizer, manifest: Manifest | None) -> Rec
         is_known=True,
         is_same_class=manifest.optimizer_classes.get(name) == class_name(optimizer),
         absent=frozenset(manifest.absent.get(name, [])),
+        keys=manifest.state_keys.get(name),
         uneven=manifest.uneven.get(name, {}),
         aliases=manifest.aliases,
     )

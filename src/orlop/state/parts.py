@@ -22,6 +22,7 @@ from orlop.state.names import ParameterNames, group_names, require_all_named
 from orlop.state.plain import digest, plain, require_storable
 from orlop.state.stock import state_of
 from orlop.state.uneven import Scalars
+from orlop.store.manifest import StateKeys
 
 __all__ = ["Live", "LocalParts", "collect", "is_per_rank", "is_scalar", "plain_parts", "read_scalars"]
 
@@ -58,6 +59,7 @@ class LocalParts:
         data: The other parts' plain data.
         per_rank: The parts that say of themselves that each rank has its own.
         stepped: For each optimizer the FQNs with state, each with the state's scalars (`step`).
+        state_keys: For each optimizer the keys of that state.
         absent: For each optimizer the FQNs without any.
         aliases: Tied names of the model, each with the name under which the tensor is saved.
         left_out: The FQNs of the model that are not saved, on purpose.
@@ -71,6 +73,7 @@ class LocalParts:
     data: dict[str, Any]
     per_rank: frozenset[str]
     stepped: dict[str, dict[str, Scalars]]
+    state_keys: dict[str, StateKeys]
     absent: dict[str, list[str]]
     aliases: dict[str, str]
     left_out: list[str]
@@ -118,6 +121,7 @@ def collect(live: Live, *, save_optimizer: bool, include_frozen: bool) -> LocalP
         data={name: plain(part.state_dict(), name) for name, part in plain_parts(live).items()},
         per_rank=frozenset(name for name, part in plain_parts(live).items() if is_per_rank(part)),
         stepped={},
+        state_keys={},
         absent={},
         aliases={alias: fqn for alias, fqn in aliases.items() if fqn not in left_out},
         left_out=left_out,
@@ -137,6 +141,7 @@ def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, name
     _require_loadable(label, optimizer)
     local.stepped[label], local.absent[label] = {}, []
     scalars: dict[tuple[str, str], Any] = {}
+    keys: dict[str, list[str]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             fqn = names.first(param)
@@ -144,7 +149,7 @@ def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, name
             if all(value is None for value in state.values()):
                 local.absent[label].append(fqn)
                 continue
-            local.stepped[label][fqn] = {}
+            local.stepped[label][fqn], keys[fqn] = {}, list(state)
             for key, value in state.items():
                 path = (label, "state", fqn, _require_key(key, f"{label}.state.{fqn}"))
                 local.tensors[path] = value if isinstance(value, Tensor) else plain(value, ".".join(path))
@@ -154,6 +159,7 @@ def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, name
                     local.replicas[f"{label}.state.{fqn}.{key}"] = digest(plain(value, fqn))
     for (fqn, key), number in zip(scalars, read_scalars(list(scalars.values()))):
         local.stepped[label][fqn][key] = number
+    local.state_keys[label] = StateKeys.of(keys)
     local.groups[label] = [
         {
             **{

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from orlop.dcp.boxes import Box
 from orlop.errors import CheckpointMismatch
 from orlop.ranks import Ranks
-from orlop.store.manifest import UnevenState
+from orlop.store.manifest import StateKeys, UnevenState
 
 __all__ = [
     "Fate",
@@ -23,6 +23,7 @@ __all__ = [
     "check_replicas",
     "find_uneven",
     "lacks_writer",
+    "merge_keys",
     "record_uneven",
     "require_equal_replicas",
 ]
@@ -42,6 +43,7 @@ class Told:
         names: For each optimizer the FQNs in each group.
         values: For each optimizer the hyperparameters of each group.
         stepped: For each optimizer the FQNs with state, each with the state's scalars.
+        state_keys: For each optimizer the keys of that state.
         absent: For each optimizer the FQNs without state.
         aliases: Tied names, each with the name that is saved.
         left_out: FQNs of the model that are not saved.
@@ -51,6 +53,7 @@ class Told:
     names: dict[str, list[list[str]]] = field(default_factory=dict)
     values: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     stepped: dict[str, dict[str, Scalars]] = field(default_factory=dict)
+    state_keys: dict[str, StateKeys] = field(default_factory=dict)
     absent: dict[str, list[str]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -62,6 +65,7 @@ class Told:
             self.names,
             self.values,
             self.stepped,
+            {label: keys.model_dump() for label, keys in self.state_keys.items()},
             self.absent,
             self.aliases,
             self.left_out,
@@ -88,6 +92,19 @@ def find_uneven(everyone: Sequence[Told]) -> list[Place]:
             for fqn in fqns:
                 seen.setdefault((label, fqn), set()).add(None)
     return sorted(place for place, kinds in seen.items() if len(kinds) > 1)
+
+
+def merge_keys(everyone: Sequence[Told]) -> dict[str, StateKeys]:
+    """The keys of state that each parameter has on some rank, by optimizer name."""
+    if len(everyone) == 1:
+        return dict(everyone[0].state_keys)
+    merged: dict[str, dict[str, set[str]]] = {}
+    for told in everyone:
+        for label, keys in told.state_keys.items():
+            known = merged.setdefault(label, {})
+            for fqn in told.stepped[label]:
+                known.setdefault(fqn, set()).update(keys[fqn])
+    return {label: StateKeys.of(keys) for label, keys in merged.items()}
 
 
 def check_replicas(

@@ -6,6 +6,8 @@ Owns the schema and its version. Must not know how a checkpoint is published or 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,6 +45,30 @@ class UnevenState(BaseModel):
     ranks: list[dict[str, int | float] | None]
 
 
+class StateKeys(BaseModel):
+    """Which keys of state the parameters of one optimizer had.
+
+    Attributes:
+        usual: What most of them had.
+        others: By FQN, what those had that had something else.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    usual: tuple[str, ...] = ()
+    others: dict[str, tuple[str, ...]] = {}
+
+    @classmethod
+    def of(cls, keys: Mapping[str, Iterable[str]]) -> StateKeys:
+        """In short what is given for each parameter."""
+        each = {fqn: tuple(sorted(theirs)) for fqn, theirs in keys.items()}
+        usual = max(sorted(Counter(each.values()).items()), key=lambda pair: pair[1], default=((), 0))[0]
+        return cls(usual=usual, others={fqn: theirs for fqn, theirs in each.items() if theirs != usual})
+
+    def __getitem__(self, fqn: str) -> tuple[str, ...]:
+        return self.others.get(fqn, self.usual)
+
+
 class Manifest(BaseModel):
     """What `orlop.json` holds. Unknown fields are ignored, so that an addition keeps the schema version.
 
@@ -58,6 +84,8 @@ class Manifest(BaseModel):
             follows, host-resident or not.
         absent: FQNs of the parameters without state (never stepped, or of a class that keeps none), by optimizer
             name. Initial values may be stored for them, for readers other than orlop.
+        state_keys: The keys of state that the other parameters had, by optimizer name. Where it is missing, nothing is
+            known of them.
         uneven: Parameters with state on some ranks only, or with other scalars on each, by optimizer name and FQN.
         left_out: FQNs of the model's entries that were not saved, on purpose.
         aliases: FQN of a tied entry to the FQN that its bytes were written for.
@@ -81,6 +109,7 @@ class Manifest(BaseModel):
     meshes: list[str] = []
     optimizer_classes: dict[str, str] = {}
     absent: dict[str, list[str]] = {}
+    state_keys: dict[str, StateKeys] = {}
     uneven: dict[str, dict[str, UnevenState]] = {}
     left_out: list[str] = []
     aliases: dict[str, str] = {}

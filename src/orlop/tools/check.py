@@ -124,7 +124,7 @@ def check_checkpoint(
         result.num_leaves = len(catalog.leaves)
         result.findings += _check_structure(catalog)
         result.findings += check_names(
-            catalog.leaves, optimizer_names(catalog.leaves), _group_numbers(opened)
+            catalog.leaves, optimizer_names(catalog.leaves), _group_numbers(opened), manifest
         )
         jobs = _jobs_of(catalog, indexes)
     threads = num_threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))

@@ -16,13 +16,14 @@ from orlop.errors import (
     CheckpointUnsafe,
 )
 
-__all__ = ["Finding", "Kind", "as_error", "as_plain", "from_error"]
+__all__ = ["Finding", "Kind", "as_error", "as_plain", "differing", "from_error"]
 
 Kind = Literal[
     "incomplete",  # a file, a record or a region of a tensor is not there
     "corrupt",  # a checksum, a size or a form is wrong
     "unsafe",  # content outside the allow-list; it was not executed
     "unreadable",  # the operating system says so, or a newer orlop wrote it
+    "lost",  # the manifest says that it was saved, and it is not there
     "partial",  # one parameter has only some of its optimizer state
     "names",  # optimizer and model have no name in common, or nothing matches
     "missing",  # the model expects it, the checkpoint lacks it
@@ -50,6 +51,7 @@ class Finding:
         expected: What should be there, where that is not plain from the sentence.
         found: What is there.
         todo: What the reader can do about it.
+        sides: How `expected` and `found` are called: of two checkpoints that are compared, neither is right.
     """
 
     kind: Kind
@@ -58,6 +60,7 @@ class Finding:
     expected: str = ""
     found: str = ""
     todo: str = ""
+    sides: tuple[str, str] = ("expected", "found")
 
     @property
     def is_fault(self) -> bool:
@@ -66,16 +69,31 @@ class Finding:
 
     def __str__(self) -> str:
         text = f"{self.kind}: {self.where}: {self.what}"
-        if self.expected:
-            text += f"; expected {self.expected}"
-        if self.found:
-            text += f"; found {self.found}"
+        for side, said in zip(self.sides, (self.expected, self.found)):
+            if said:
+                text += f"; {side}: {said}"
         return text
+
+
+def differing(kind: Kind, where: str, what: str, a: str = "", b: str = "") -> Finding:
+    """What differs between two checkpoints, A and B.
+
+    Args:
+        kind: What sort of thing.
+        where: The leaf.
+        what: One sentence.
+        a: What A has there.
+        b: What B has there.
+    """
+    return Finding(kind=kind, where=where, what=what, expected=a, found=b, sides=("A", "B"))
 
 
 def as_plain(finding: Finding) -> dict[str, Any]:
     """A finding as JSON data."""
-    return {**asdict(finding), "is_fault": finding.is_fault}
+    plain = {**asdict(finding), "is_fault": finding.is_fault}
+    for name, side in zip(("expected", "found"), plain.pop("sides")):
+        plain[side.lower()] = plain.pop(name)
+    return plain
 
 
 def from_error(error: CheckpointError | OSError, where: str = "") -> Finding:
@@ -113,6 +131,7 @@ def as_error(finding: Finding, others: int = 0) -> CheckpointError:
     kinds: dict[Kind, type[CheckpointError]] = {
         "incomplete": CheckpointIncomplete,
         "corrupt": CheckpointCorrupt,
+        "lost": CheckpointIncomplete,
         "partial": CheckpointIncomplete,
         "unsafe": CheckpointUnsafe,
     }

@@ -1,6 +1,6 @@
-"""What the names of a checkpoint's leaves tell by themselves: state that is there in part, names that don't meet.
+"""What the names of a checkpoint's leaves tell: state that is lost or there in part, names that don't meet.
 
-Owns these rules. Pure: names in, findings out. They hold without the model; `against` knows more.
+Owns these rules. Pure: names and the manifest in, findings out. They hold without the model; `against` knows more.
 """
 
 from __future__ import annotations
@@ -8,16 +8,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
+from orlop.store.manifest import Manifest, StateKeys
 from orlop.tools.findings import Finding
 from orlop.tools.leaf_names import split_state
 
 __all__ = ["check_names"]
 
 _SHOWN = 3
+_PARTIAL = "a parameter has only some of its optimizer state"
+_TODO = "resume from another step, or let the resume reset it (LoadPolicy(reset_damaged=...))"
 
 
 def check_names(
-    leaves: Collection[str], optimizers: set[str], groups: Mapping[tuple[str, str], int]
+    leaves: Collection[str],
+    optimizers: set[str],
+    groups: Mapping[tuple[str, str], int],
+    manifest: Manifest | None = None,
 ) -> Iterator[Finding]:
     """The findings of all rules.
 
@@ -25,6 +31,7 @@ def check_names(
         leaves: The checkpoint's keys.
         optimizers: The optimizers' names.
         groups: For (optimizer, parameter) the number of its param group, where that is known.
+        manifest: What orlop noted at the save, where it did.
     """
     state: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for leaf in leaves:
@@ -32,9 +39,38 @@ def check_names(
         if split is not None:
             label, fqn, key = split
             state[label][fqn].add(key)
+    recorded = _by_label(manifest, {*optimizers, *state})
     for label, params in state.items():
-        yield from _partial(label, params, groups)
+        if label not in recorded:
+            yield from _partial(label, params, groups)
         yield from _apart(label, params, leaves)
+    for label, (record, absent) in recorded.items():
+        stored = dict(state.get(label, ()))
+        grouped = {fqn for optimizer, fqn in groups if optimizer == label}
+        for fqn in sorted({*grouped, *record.others, *stored} - absent):
+            yield from _unlike_record(f"{label}.state.{fqn}", set(record[fqn]), stored.get(fqn, set()))
+
+
+def _by_label(manifest: Manifest | None, labels: set[str]) -> dict[str, tuple[StateKeys, set[str]]]:
+    """What was recorded of each optimizer: keys of state, and who has none. Keys may have a prefix that names lack."""
+    found: dict[str, tuple[StateKeys, set[str]]] = {}
+    if manifest is not None:
+        for name, record in sorted(manifest.state_keys.items()):
+            label = min((label for label in labels if label.endswith(name)), key=len, default=name)
+            found[label] = record, set(manifest.absent.get(name, ()))
+    return found
+
+
+def _unlike_record(where: str, recorded: set[str], present: set[str]) -> Iterator[Finding]:
+    if recorded - present:
+        yield Finding(
+            kind="partial" if present else "lost",
+            where=where,
+            what=_PARTIAL if present else "a parameter's optimizer state is lost",
+            expected=", ".join(sorted(recorded)) + ", as when it was saved",
+            found=", ".join(sorted(present)) or "nothing of it",
+            todo=_TODO,
+        )
 
 
 def _partial(
@@ -51,10 +87,10 @@ def _partial(
             yield Finding(
                 kind="partial",
                 where=f"{label}.state.{fqn}",
-                what="a parameter has only some of its optimizer state",
+                what=_PARTIAL,
                 expected=", ".join(sorted(whole)),
                 found=", ".join(sorted(keys)),
-                todo="resume from another step, or let the resume reset it (LoadPolicy(reset_damaged=...))",
+                todo=_TODO,
             )
 
 

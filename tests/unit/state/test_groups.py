@@ -66,6 +66,22 @@ def test_groups_are_read_from_both_of_torchs_layouts():
     assert read_groups("o.param_groups.", {"else": 1}, None, live) == []
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"o.param_groups.0.lr": 1.0, "o.param_groups.0.params": None},
+        {"o.param_groups.0.params": ["a"], "o.param_groups.1.lr": 1.0},
+        {"o.param_groups": [{"params": "a"}]},
+        {"o.param_groups": [None]},
+    ],
+)
+def test_a_group_without_a_list_of_parameters_is_named(stored):
+    with pytest.raises(CheckpointMismatch) as caught:
+        read_groups("o.param_groups.", stored, None, [["a"]])
+    assert caught.value.where in ("o.param_groups.0.params", "o.param_groups.1.params")
+    assert caught.value.expected == "a list of names"
+
+
 def test_paths_come_from_the_checkpoint_where_it_has_them():
     key = "optimizer.param_groups.0.a.b"
     paths = {key: ("optimizer", "param_groups", 0, "a.b")}

@@ -13,8 +13,10 @@ from orlop.state.uneven import (
     decide_uneven,
     find_uneven,
     lacks_writer,
+    merge_keys,
     record_uneven,
 )
+from orlop.store.manifest import StateKeys
 
 PLACE = ("optimizer", "w")
 
@@ -44,6 +46,24 @@ def held(offset):
 )
 def test_only_what_differs_is_uneven(ranks, uneven):
     assert find_uneven([told(each) for each in ranks]) == ([PLACE] if uneven else [])
+
+
+def test_each_parameter_has_the_keys_that_any_rank_has_of_it():
+    ranks = [
+        {"a": {"step", "m"}, "b": {"step", "m"}},
+        {"b": {"step", "m", "late"}, "c": {"n"}},
+        {},
+    ]
+    everyone = [
+        Told(stepped={"o": {fqn: {} for fqn in keys}}, state_keys={"o": StateKeys.of(keys)}) for keys in ranks
+    ]
+    merged = merge_keys(everyone)["o"]
+    assert {fqn: set(merged[fqn]) for fqn in "abc"} == {
+        "a": {"step", "m"},
+        "b": {"step", "m", "late"},
+        "c": {"n"},
+    }
+    assert merge_keys(everyone[:1]) == {"o": StateKeys(usual=("m", "step"))}
 
 
 def test_initial_values_are_written_only_where_no_replica_has_real_ones():

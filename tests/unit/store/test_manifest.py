@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orlop.errors import CheckpointCorrupt, CheckpointError
-from orlop.store.manifest import MANIFEST_NAME, Manifest, read_manifest, write_manifest
+from orlop.store.manifest import MANIFEST_NAME, Manifest, StateKeys, read_manifest, write_manifest
 from orlop.store.sealed import seal
 from orlop.version import __version__
 
@@ -17,6 +17,7 @@ MANIFEST = Manifest(
     world_size=2,
     optimizer_classes={"optimizer": "SwapAdamW"},
     absent={"optimizer": ["branch.weight"]},
+    state_keys={"optimizer": StateKeys.of({"a": ["step", "m"], "b": ["m", "step"], "c": ["m"]})},
     parts={"rng": "per_rank", "scheduler": "replicated"},
     files={".metadata": 10, "__0_0.distcp": 99},
     fingerprint={"model.weight": "00ff"},
@@ -31,6 +32,13 @@ def test_round_trip(tmp_path: Path) -> None:
     assert content["orlop_version"] == __version__
     assert content["created"].endswith("Z")
     assert MANIFEST.created.tzinfo is timezone.utc
+
+
+def test_keys_of_state_are_noted_in_short() -> None:
+    record = MANIFEST.state_keys["optimizer"]
+    assert record == StateKeys(usual=("m", "step"), others={"c": ("m",)})
+    assert [record[fqn] for fqn in "abc"] == [("m", "step"), ("m", "step"), ("m",)]
+    assert StateKeys.of({}) == StateKeys()
 
 
 def test_no_manifest_is_none(tmp_path: Path) -> None:
