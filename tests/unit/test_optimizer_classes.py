@@ -542,3 +542,27 @@ def test_what_is_no_data_is_refused_by_its_place(tmp_path):
     with pytest.raises(CheckpointUnsafe, match=r"where: optimizer\.state\.a\.weight\.roots\[0\]"):
         engine.save_dcp(tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+class MadeOfValues(Rule):
+    """What its constructor makes is no constant."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].update(m=param.detach().clone(), n=torch.zeros_like(param))
+
+    update = MadeAtOnce.update
+
+
+@pytest.mark.parametrize("kind", [lambda kind: kind, swap], ids=["stock", "swapped"])
+@pytest.mark.parametrize("rule", [MadeAtOnce, MadeOfValues])
+def test_fresh_state_is_what_the_constructor_makes(tmp_path, rule, kind):
+    train(make(kind(rule)), 0, 1).save_dcp(tmp_path / "x")
+    second = train(make(kind(rule), seed=3), 0, 1)
+    second.load_dcp(tmp_path / "x", load_states=False)
+    fresh = make(kind(rule), seed=3)
+    fresh.model.load_state_dict(second.model.state_dict())
+    third = TrainEngine(fresh.model, kind(rule)(fresh.model.parameters(), lr=1e-2))
+    assert_same(snapshot(train(third, 2)), snapshot(train(second, 2)))

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -127,6 +127,21 @@ def rebuild(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mappi
     known = inspect.signature(kind).parameters
     options = {key: value for key, value in defaults.items() if key in known}
     return cast("Callable[..., Optimizer]", kind)(groups, **options)
+
+
+def constructed_state(optimizer: Optimizer, params: Iterable[Tensor]) -> Mapping[Tensor, dict[str, Any]]:
+    """What the class makes for parameters in its constructor (Adagrad's accumulator); most make nothing there."""
+    kind: type[Optimizer] = getattr(optimizer, "swapped_class", type(optimizer))
+    wanted = set(params)
+    cut = (
+        {**group, "params": [p for p in group["params"] if p in wanted]} for group in optimizer.param_groups
+    )
+    groups = [group for group in cut if group["params"]]
+    try:
+        fresh = rebuild(kind, groups, optimizer.defaults) if groups else None
+    except (TypeError, ValueError):
+        return {}
+    return {} if fresh is None else cast("Mapping[Tensor, dict[str, Any]]", fresh.state)
 
 
 def _probe(

@@ -121,12 +121,20 @@ class Residents:
 
     Args:
         state: Gives the optimizer's own `state`, which is shown what the arena holds; the optimizer may replace it.
+        construct: Gives the state that the class makes for parameters in its constructor.
         pinned: Page-lock the arena.
     """
 
-    def __init__(self, state: Callable[[], MutableMapping[Any, Any]], *, pinned: bool) -> None:
+    def __init__(
+        self,
+        state: Callable[[], MutableMapping[Any, Any]],
+        construct: Callable[[Sequence[Tensor]], Mapping[Tensor, Mapping[str, Any]]],
+        *,
+        pinned: bool,
+    ) -> None:
         self.arena = Arena(pinned=pinned)
         self._live_state = state
+        self._construct = construct
         self._of: dict[Tensor, Resident] = {}
 
     @property
@@ -248,13 +256,16 @@ class Residents:
         resident.shown = not resident.specs
 
     def refresh(self, resident: Resident) -> None:
-        """Give the resident a fresh optimizer's state, in place; none where only the class can make it."""
+        """Give the resident a fresh optimizer's state, in place; none where only the class's step can make it."""
         resident.stepped = False
         for key in tuple(resident.learned):
             resident.drop(key)
         if resident.initial is None or not resident.specs:
             self._state.pop(resident.param, None)
             resident.shown = not resident.specs
+            made = self._construct([resident.param]) if resident.is_given else {}
+            if made.get(resident.param):
+                self.take_in(resident, made[resident.param])
             return
         for key, leaf in resident.leaves.items():
             leaf.fill_(resident.initial.get(key, 0.0))

@@ -35,6 +35,7 @@ from orlop.optim.adopt import (
 from orlop.optim.backward import BackwardSteps
 from orlop.optim.figures import Figures, note_step
 from orlop.optim.in_place import bring_home
+from orlop.optim.probe import constructed_state
 from orlop.optim.proof import Method, Proof, prove, require_sharded
 from orlop.optim.resident import Resident, Residents
 from orlop.optim.stepper import Stepper, require_one_call
@@ -97,7 +98,11 @@ class Swapped(Figures, Optimizer):
         self._order_ids: list[int] = []
         self._meta: list[tuple[Tensor, str]] = []
         self._proof = self._prove()
-        self._residents = Residents(lambda: self.state, pinned=wants_pinned(self.param_groups))
+        self._residents = Residents(
+            lambda: self.state,
+            lambda params: constructed_state(self, params),
+            pinned=wants_pinned(self.param_groups),
+        )
         self._stepper = Stepper(self, compat.raw_step(self.swapped_class), self._residents, self._proof)
         self._backward = self._make_backward() if self.step_in_backward else None
         params = [param for group in self.param_groups for param in group["params"]]

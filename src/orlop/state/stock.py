@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from orlop import compat
-from orlop.optim.probe import LeafSpec, rebuild
+from orlop.optim.probe import LeafSpec, constructed_state
 
 __all__ = [
     "OptimizerState",
@@ -99,9 +99,8 @@ class StockState:
             for key in live.keys() - state.keys():
                 del live[key]
             live.update(state)
-        if not absent:
-            return
-        fresh = _fresh_state(self._optimizer)
+        # A class that makes state in its constructor has some by now.
+        fresh = constructed_state(self._optimizer, absent) if any(self._optimizer.state.values()) else {}
         for param in absent:
             self._optimizer.state.pop(param, None)
             if fresh.get(param):
@@ -126,19 +125,6 @@ def empty_leaf(param: Tensor, spec: LeafSpec) -> Tensor:
     device = compat.local_tensor(param).device if spec.on_device else torch.device("cpu")
     leaf = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
     return compat.dtensor_like(param, leaf) if spec.elementwise else leaf
-
-
-def _fresh_state(optimizer: Optimizer) -> Mapping[Tensor, dict[str, Any]]:
-    """What the class makes in its constructor (Adagrad's accumulator); most make nothing there."""
-    if not any(optimizer.state.values()):
-        return {}
-    try:
-        fresh = rebuild(
-            type(optimizer), [dict(group) for group in optimizer.param_groups], optimizer.defaults
-        )
-    except (TypeError, ValueError):
-        return {}
-    return cast("Mapping[Tensor, dict[str, Any]]", fresh.state)
 
 
 def move_stock_state(optimizer: Optimizer, device: torch.device) -> bool:
