@@ -4,15 +4,15 @@ import re
 
 import pytest
 import torch
-from tests.rewriting import drop, rewrite
 import torch.distributed as dist
+from tests.rewriting import drop, rewrite
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from orlop import swap
 from orlop.engine import TrainEngine
-from orlop.errors import CheckpointMismatch
+from orlop.errors import CheckpointMismatch, OptimizerRefused
 from orlop.testing import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -143,3 +143,29 @@ def test_a_slot_that_was_saved_and_is_gone_is_an_error_on_every_rank(tmp_path, s
         told = run_ranks(_load_without, world_size, str(damaged), slot)
         assert all(texts == told[0] for texts in told)
         assert all(f"partial: optimizer.state.{slot} (only " in text for text in told[0])
+
+
+class Factored(Unforeseen):
+    """Keeps the mean of each row (Adafactor): a DTensor of another shape than the parameter's."""
+
+    def _update(self, group, param, state):
+        state["rows"] = param.grad.square().mean(-1, keepdim=True)
+        param.sub_(group["lr"] * param.grad)
+
+
+def _save_factored(rank, folder):
+    engine = _make("stock")
+    optimizer = Factored(engine.model.parameters())
+    engine = _train(TrainEngine(engine.model, optimizer), 0)
+    with pytest.raises(OptimizerRefused) as caught:
+        engine.save_dcp(f"{folder}/x")
+    return str(caught.value)
+
+
+def test_a_sharded_slot_of_another_shape_is_refused_when_saving(tmp_path):
+    one, other = run_ranks(_save_factored, 2, str(tmp_path))
+    assert one == other
+    assert "optimizer.state.w.rows" in one
+    assert "(5, 1)" in one
+    assert "Shard(0)" in one
+    assert not list(tmp_path.iterdir())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from orlop.dcp.layout import describe_layout
 from orlop.errors import OptimizerRefused
 from orlop.ranks import Ranks
 from orlop.state.model import view_model
@@ -152,6 +153,7 @@ def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, name
             local.stepped[label][fqn], keys[fqn] = {}, list(state)
             for key, value in state.items():
                 path = (label, "state", fqn, _require_key(key, f"{label}.state.{fqn}"))
+                _require_placed(".".join(path), value, param)
                 local.tensors[path] = value if isinstance(value, Tensor) else plain(value, ".".join(path))
                 if is_scalar(value):
                     scalars[fqn, key] = value
@@ -208,6 +210,18 @@ def _require_key(key: Any, where: str) -> str:
         found=repr(key),
         todo="name the state otherwise",
     )
+
+
+def _require_placed(leaf: str, value: Any, param: Tensor) -> None:
+    """Refuse a sharded value for which a fresh run would have no place: nothing says how its axes are cut."""
+    if isinstance(value, DTensor) and value.shape != param.shape:
+        raise OptimizerRefused(
+            "the optimizer keeps a DTensor of another shape than its parameter, and no load could make a place for it",
+            where=leaf,
+            expected=f"shape {tuple(param.shape)}, or a plain tensor that is the same on all ranks",
+            found=f"shape {tuple(value.shape)}, {describe_layout(value)}",
+            todo="keep it as a plain tensor (`full_tensor()`), or give such parameters to another optimizer",
+        )
 
 
 def is_scalar(value: Any) -> bool:
