@@ -3,17 +3,16 @@
 import copy
 import logging
 import shutil
-import sys
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.rewriting import keys, rewrite
+from tests.unit.kinds import is_swapped, kind, of_kind  # noqa: F401
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from orlop import swap
 from orlop.checkpoints import CheckpointStore
 from orlop.engine import TrainEngine
 from orlop.errors import (
@@ -32,23 +31,11 @@ from orlop.state.fingerprint import fingerprint
 from orlop.store.manifest import read_manifest
 from orlop.trainer import Trainer
 
-_kind = "stock"
-
-
-@pytest.fixture(autouse=True, params=["stock", "swapped"])
-def kind(request, monkeypatch):
-    """Every test runs with torch's own class and with its host-resident twin."""
-    monkeypatch.setattr(sys.modules[__name__], "_kind", request.param)
-
-
-def of_kind(optimizer_class):
-    return swap(optimizer_class) if _kind == "swapped" else optimizer_class
-
 
 def is_fresh(engine, param):
     """Stock optimizers have no state for it; host-resident ones know that it never stepped."""
     (optimizer,) = engine.optimizers.values()
-    return not optimizer.stepped(param) if _kind == "swapped" else not optimizer.state.get(param)
+    return not optimizer.stepped(param) if is_swapped() else not optimizer.state.get(param)
 
 
 def all_fresh(engine):

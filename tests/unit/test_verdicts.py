@@ -1,12 +1,12 @@
 """Every leaf has one verdict: real checkpoints, loaded through the engine and the store, in one process."""
 
 import logging
-import sys
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.rewriting import drop, keys, rewrite
+from tests.unit.kinds import change_kind, is_swapped, kind, of_kind  # noqa: F401
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from orlop import swap
 from orlop.checkpoints import CheckpointStore
 from orlop.engine import TrainEngine
 from orlop.errors import CheckpointIncomplete, CheckpointMismatch, CheckpointUnsafe
@@ -24,18 +23,6 @@ from orlop.resume import LoadPolicy
 from orlop.state.fingerprint import fingerprint
 from orlop.store.manifest import read_manifest, write_manifest
 from orlop.trainer import Trainer
-
-_kind = "stock"
-
-
-@pytest.fixture(autouse=True, params=["stock", "swapped"])
-def kind(request, monkeypatch):
-    """Every test runs with torch's own class and with its host-resident twin."""
-    monkeypatch.setattr(sys.modules[__name__], "_kind", request.param)
-
-
-def of_kind(optimizer_class):
-    return swap(optimizer_class) if _kind == "swapped" else optimizer_class
 
 
 class Net(nn.Module):
@@ -208,7 +195,7 @@ def test_e07_the_ways_out_that_the_message_names_hold(tmp_path):
     weights = make(seed=3)
     weights.load_dcp(tmp_path / "x", load_states=False, load_args=False)
     assert all(torch.equal(a, b) for a, b in zip(weights.model.parameters(), engine.model.parameters()))
-    if _kind == "stock":
+    if not is_swapped():
         return  # a fresh stock optimizer has no state to read into
     whole = make(seed=3)
     (target,) = whole.optimizers.values()
@@ -403,7 +390,7 @@ def test_another_optimizer_class_is_refused_by_both_names(tmp_path):
 def test_stock_and_host_resident_runs_are_of_one_class(tmp_path, monkeypatch):
     first = train(make())
     first.save_dcp(tmp_path / "x")
-    monkeypatch.setattr(sys.modules[__name__], "_kind", "stock" if _kind == "swapped" else "swapped")
+    change_kind(monkeypatch)
     second = make(seed=3)
     second.load_dcp(tmp_path / "x")
     for engine in (first, second):

@@ -6,7 +6,6 @@ import resource
 import shutil
 import threading
 import time
-import zipfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.rewriting import compress
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -181,7 +181,7 @@ def test_compressed_records_fall_back_and_bombs_do_not_unfold(tmp_path):
     value = torch.arange(1000.0)
     path = tmp_path / "x"
     dcp.save({"w": value}, storage_writer=FileSystemWriter(path))
-    repack(path, lambda name, content: content)
+    compress(path)
     target = {"w": torch.zeros(1000)}
     reader = Reader(path)
     dcp.load(target, storage_reader=reader)
@@ -189,7 +189,7 @@ def test_compressed_records_fall_back_and_bombs_do_not_unfold(tmp_path):
     assert reader.report.fallbacks == {"w": "it is compressed"}
     assert reader.report.unchecked == {}
 
-    repack(path, lambda name, content: bytes(1 << 26) if name.endswith("data/0") else content)
+    compress(path, lambda name, content: bytes(1 << 26) if name.endswith("data/0") else content)
     with pytest.raises(CheckpointCorrupt, match=r"unfold|checksum"):
         read_box(Reader(path), "w", [0], [1000], torch.zeros(1000))
 
@@ -264,20 +264,6 @@ def test_r4_transforms_that_cant_be_undone_are_corrupt(tmp_path, zstandard, monk
     assert isinstance(cause, CheckpointCorrupt)
     assert cause.where == f"w in {data}"
     assert torch.equal(target["w"], torch.zeros(5000))
-
-
-def repack(path, change):
-    """Write the only record of a checkpoint anew, compressed, and point the metadata at it."""
-    data = path / "__0_0.distcp"
-    with zipfile.ZipFile(data) as old:
-        members = {name: change(name, old.read(name)) for name in old.namelist()}
-    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as new:
-        for name, content in members.items():
-            new.writestr(name, content)
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    (info,) = metadata.storage_data.values()
-    info.length = data.stat().st_size
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def test_a_foreign_record_without_checksum_is_reported(tmp_path):

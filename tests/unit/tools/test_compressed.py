@@ -1,12 +1,12 @@
 """Compressed files inside records, which torch never writes and others may: checked, bounded, never executed."""
 
-import pickle
 import tracemalloc
 import zipfile
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.rewriting import compress
 from tests.unit.tools.test_check import Trap, faults
 
 import orlop
@@ -14,20 +14,6 @@ from orlop.errors import CheckpointCorrupt, CheckpointUnsafe
 from orlop.tools.check import check_checkpoint
 from orlop.tools.convert import convert
 from orlop.tools.plain_records import read_plain
-
-
-def compress(path, change=lambda name, content: content):
-    """Write the only record of a checkpoint anew, compressed, and point the metadata at it."""
-    data = path / "__0_0.distcp"
-    with zipfile.ZipFile(data) as old:
-        members = {name: change(name, old.read(name)) for name in old.namelist()}
-    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as new:
-        for name, content in members.items():
-            new.writestr(name, content)
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    (info,) = metadata.storage_data.values()
-    info.length = data.stat().st_size
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 @pytest.fixture(params=[torch.arange(100_000.0), (1, {"x": 2.5}, "text" * 1000)], ids=["tensor", "data"])
