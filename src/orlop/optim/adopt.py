@@ -20,6 +20,7 @@ from orlop import compat
 from orlop.errors import CheckpointMismatch
 from orlop.optim.resident import Resident, Residents
 from orlop.optim.stepping import IMPLEMENTATION_FLAGS, Group
+from orlop.wording import counted
 
 logger = logging.getLogger("orlop")
 
@@ -123,8 +124,8 @@ def apply_adoption(residents: Residents, adoption: Adoption) -> None:
             fill_group(live, values)
     if adoption.unexplained:
         logger.warning(
-            "%d parameter(s) have no state in the loaded state dict and start from a fresh optimizer's: %s",
-            len(adoption.unexplained),
+            "%s no state in the loaded state dict, so a fresh optimizer's: %s",
+            counted(len(adoption.unexplained), "parameter has", "parameters have"),
             _some(adoption.unexplained),
         )
 
@@ -146,13 +147,17 @@ def fill_group(live: Group, values: Mapping[str, Any]) -> None:
 # -- pairing ---------------------------------------------------------------------------------------------------------
 
 
+def _sizes(groups: Sequence[Group]) -> str:
+    return counted(len(groups), "group") + f" of {[len(group['params']) for group in groups]} parameters"
+
+
 def _paired_groups(groups: Sequence[Group], saved: Sequence[Group]) -> list[tuple[Group, Group]]:
     """Live and saved groups that belong together: by `param_names` where all have them, else by position."""
     if len(groups) != len(saved):
         raise CheckpointMismatch(
             "the state dict has another number of param groups",
-            expected=f"{len(groups)} groups of {[len(g['params']) for g in groups]} parameters",
-            found=f"{len(saved)} groups of {[len(g['params']) for g in saved]} parameters",
+            expected=_sizes(groups),
+            found=_sizes(saved),
             todo="build the optimizer with the groups that were saved",
         )
     if _all_named(groups) and _all_named(saved):
@@ -172,8 +177,8 @@ def _paired_groups(groups: Sequence[Group], saved: Sequence[Group]) -> list[tupl
             raise CheckpointMismatch(
                 "a param group of the state dict has another size",
                 where=f"param group {index}",
-                expected=f"{len(live['params'])} parameters",
-                found=f"{len(other['params'])} parameters",
+                expected=counted(len(live["params"]), "parameter"),
+                found=counted(len(other["params"]), "parameter"),
                 todo="build the optimizer with the groups that were saved",
             )
     return list(zip(groups, saved))

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from orlop.optim.link import NUM_SLOTS, Link
 from orlop.optim.pipeline import load_of
-from orlop.optim.proof import Method, Proof
-from orlop.optim.resident import Residents
+from orlop.optim.proof import Method
+from orlop.optim.roster import Roster
 from orlop.optim.stepper import Stepper
 from orlop.optim.timeline import Span, busy_seconds, chrome_trace, link_share, wall_seconds
+from orlop.wording import counted
 
 
 class Figures:
@@ -26,8 +27,7 @@ class Figures:
 
     window_bytes: int
     _stepper: Stepper
-    _residents: Residents
-    _proof: Proof
+    _roster: Roster
 
     @property
     def device_bytes(self) -> int:
@@ -35,10 +35,10 @@ class Figures:
 
         `window_bytes` for a class that may be cut; more for one that may not, where its largest parameter, or
         all of them, need more."""
-        if self._proof.method is Method.SLICED:
+        if self._roster.proof.method is Method.SLICED:
             return self.window_bytes
-        loads = [load_of(resident, self._proof.method).nbytes for resident in self._residents]
-        if self._proof.method is Method.WHOLE:
+        loads = [load_of(resident, self._roster.proof.method).nbytes for resident in self._roster.residents]
+        if self._roster.proof.method is Method.WHOLE:
             return sum(loads)
         return max(self.window_bytes, NUM_SLOTS * max(loads, default=0))
 
@@ -55,7 +55,7 @@ class Figures:
         spans = self.timeline()
         buffers = sum(link.buffer_bytes for link in self.links.values())
         lines = [
-            f"{type(self).__name__}: {len(self._residents)} parameters, run {self.method}",
+            f"{type(self).__name__}: {counted(len(self._roster.residents), 'parameter')}, run {self.method}",
             f"arena: {self.arena_bytes:,} bytes for {self.state_bytes:,} bytes of state",
             f"device cap: {self.device_bytes:,} bytes; device buffers now: {buffers:,} bytes",
         ]
@@ -63,7 +63,7 @@ class Figures:
             wall = wall_seconds(spans)
             busy = ", ".join(f"{lane} {seconds / wall:.0%}" for lane, seconds in busy_seconds(spans).items())
             windows = 1 + max(span.window for span in spans)
-            lines.append(f"last step: {windows} windows in {wall * 1000:.1f} ms; busy: {busy}")
+            lines.append(f"last step: {counted(windows, 'window')} in {wall * 1000:.1f} ms; busy: {busy}")
             share = link_share(spans)
             if share is not None:
                 lines.append(f"link: {share:.0%} of its measured limit")
@@ -81,21 +81,21 @@ class Figures:
     @property
     def arena_bytes(self) -> int:
         """Bytes of host memory that the arena takes."""
-        return self._residents.arena.nbytes
+        return self._roster.residents.arena.nbytes
 
     @property
     def state_bytes(self) -> int:
         """Bytes of state in it."""
-        return self._residents.state_bytes
+        return self._roster.residents.state_bytes
 
     @property
     def method(self) -> str:
         """How the class was proven to run: ``sliced``, ``windowed`` or ``whole``."""
-        return self._proof.method.value
+        return self._roster.proof.method.value
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory lies in the arena."""
-        return self._residents.arena.holds(tensor)
+        return self._roster.residents.arena.holds(tensor)
 
 
 def trace(path: str | os.PathLike[str], optimizer: Figures | None = None) -> None:

@@ -23,7 +23,8 @@ from orlop.optim.in_place import Crossing, Step, step_in_place
 from orlop.optim.link import Link
 from orlop.optim.pipeline import TornStep, Tour
 from orlop.optim.proof import Method, Proof
-from orlop.optim.resident import Resident, Residents
+from orlop.optim.resident import Resident
+from orlop.optim.roster import Roster
 from orlop.optim.stepping import Group
 from orlop.optim.timeline import Span
 
@@ -54,27 +55,21 @@ class Stepper:
     Args:
         optimizer: The live optimizer.
         step: Its class's own step.
-        residents: Where its state lives.
-        proof: How the class may be run.
+        roster: Where its state lives, and how the class may be run.
 
     Attributes:
         links: The link of each device; made when it is first needed, and free to be replaced before.
         fault: Why the state is not whole; None where it is.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Step, residents: Residents, proof: Proof) -> None:
+    def __init__(self, optimizer: Optimizer, step: Step, roster: Roster) -> None:
         self.links: dict[torch.device, Link] = {}
         self.fault: str | None = None
         self._optimizer = optimizer
         self._step = step
-        self._residents = residents
-        self._proof = proof
+        self._roster = roster
         self._prefetched: dict[torch.device, Tour] = {}
         self._last_active: list[Resident] = []
-
-    def become(self, proof: Proof) -> None:
-        """A param group was added: what is proven of the whole may differ."""
-        self._proof = proof
 
     def step(self, active: list[Resident], window_bytes: int) -> None:
         """Step everything that is active; state may still be on its way home afterwards."""
@@ -176,9 +171,9 @@ class Stepper:
         return Crossing(
             optimizer=self._optimizer,
             step=self._step,
-            residents=self._residents,
-            method=self._proof.method,
-            in_place=self._proof.in_place,
+            residents=self._roster.residents,
+            method=self._roster.proof.method,
+            in_place=self._roster.proof.in_place,
             window_bytes=window_bytes,
         )
 

@@ -1,13 +1,13 @@
 """What every host-resident optimizer class has besides the behaviour of the class that it was made from.
 
 Owns: construction, the step's entry, state dicts, copying, and what the rest of orlop may ask. Must not know: what
-is shown of it (`figures`), update rules (the class's own runs), windows and copies (`pipeline`), how a state dict is
-judged (`adopt`), how the class is made (`swap`)."""
+is shown of it (`figures`), who has a place in the arena (`roster`), update rules (the class's own runs), windows and
+copies (`pipeline`), how a state dict is judged (`adopt`), how the class is made (`swap`)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,7 @@ from torch.optim import Optimizer
 from orlop import compat
 from orlop.arguments import require_count
 from orlop.errors import OptimizerRefused, StateNotReady
-from orlop.optim.admission import (
-    plan_residents,
-    replaced_parameter,
-    require_steppable_groups,
-    steps_on_local,
-    wants_pinned,
-)
+from orlop.optim.admission import require_steppable_groups
 from orlop.optim.adopt import (
     apply_adoption,
     paired_params,
@@ -35,9 +29,9 @@ from orlop.optim.adopt import (
 from orlop.optim.backward import BackwardSteps
 from orlop.optim.figures import Figures, note_step
 from orlop.optim.in_place import bring_home
-from orlop.optim.probe import constructed_state
 from orlop.optim.proof import Method, Proof, prove, require_sharded
-from orlop.optim.resident import Resident, Residents
+from orlop.optim.resident import Resident
+from orlop.optim.roster import Roster
 from orlop.optim.stepper import Stepper, require_one_call
 from orlop.optim.stepping import StateMap
 from orlop.optim.toys import Subject
@@ -94,21 +88,18 @@ class Swapped(Figures, Optimizer):
     def _settle(self, stepped: Collection[int] = ()) -> None:
         """Prove the class, give every parameter its place, move the state that exists into it."""
         self.state = StateMap(dict, self.state)
-        self._order: list[tuple[Tensor, Resident | None]] = []
-        self._order_ids: list[int] = []
-        self._meta: list[tuple[Tensor, str]] = []
-        self._proof = self._prove()
-        self._residents = Residents(
-            lambda: self.state,
-            lambda params: constructed_state(self, params),
-            pinned=wants_pinned(self.param_groups),
+        self._roster = Roster(
+            self,
+            self._prove,
+            on_other_proof=lambda: self._stepper.drop_prefetched(),
+            on_admitted=self._watch,
         )
-        self._stepper = Stepper(self, compat.raw_step(self.swapped_class), self._residents, self._proof)
+        self._stepper = Stepper(self, compat.raw_step(self.swapped_class), self._roster)
         self._backward = self._make_backward() if self.step_in_backward else None
         params = [param for group in self.param_groups for param in group["params"]]
-        self._admit(range(len(self.param_groups)), also=[param for param in params if self.state.get(param)])
+        self._roster.admit(range(len(self.param_groups)), also=[p for p in params if self.state.get(p)])
         for position in stepped:
-            self._residents[params[position]].stepped = True
+            self._roster.residents[params[position]].stepped = True
         self._settled = True
         if self.device_bytes > self.window_bytes:
             logger.info(
@@ -132,33 +123,19 @@ class Swapped(Figures, Optimizer):
             require_sharded(subject)
         return proof
 
-    def _prove_again(self) -> None:
-        """There are other parameters than before: what was proven may not hold for them."""
-        self._stepper.drop_prefetched()
-        self._proof = self._prove()
-        self._stepper.become(self._proof)
-        for resident in self._residents:
-            resident.on_local = steps_on_local(resident.param, self._proof)
-
     def _make_backward(self) -> BackwardSteps:
         return BackwardSteps(
             self._stepper,
-            residents=self._admit_trainable,
+            residents=self._roster.trainable,
             groups=lambda: self.param_groups,
             window_bytes=lambda: self.window_bytes,
             require_ready=self.require_ready,
             num_passes=self.step_in_backward,
         )
 
-    def _admit(self, group_indices: Iterable[int], *, also: Collection[Tensor] = ()) -> None:
-        """Residents for the trainable parameters of these groups (and for those in `also`), in one new
-        block."""
-        newcomers = plan_residents(self, self._proof, self._residents, list(group_indices), also)
-        self._residents.admit(newcomers)
-        self._order_ids = []
+    def _watch(self, params: Sequence[Tensor]) -> None:
         if self._backward is not None:
-            self._backward.watch(resident.param for resident in newcomers)
-        self._meta += [(resident.param, resident.name) for resident in newcomers if resident.param.is_meta]
+            self._backward.watch(params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters' state gets a block of its own in the arena."""
@@ -166,8 +143,8 @@ class Swapped(Figures, Optimizer):
         if getattr(self, "_settled", False):
             try:
                 self.synchronize()
-                self._prove_again()
-                self._admit([len(self.param_groups) - 1])
+                self._roster.prove_again()
+                self._roster.admit([len(self.param_groups) - 1])
             except BaseException:
                 self.param_groups.pop()
                 raise
@@ -195,8 +172,8 @@ class Swapped(Figures, Optimizer):
             active = self._finish_backward(self._backward)
         else:
             self._stepper.wait_home()
-            active = self._active()
-            require_one_call(active, self._proof, type(self).__name__)
+            active = self._roster.active()
+            require_one_call(active, self._roster.proof, type(self).__name__)
             self._stepper.step(active, self.window_bytes)
         note_step(self)
         if False in [resident.stepped for resident in active] and not self._is_skipped_by_scaler():
@@ -210,7 +187,7 @@ class Swapped(Figures, Optimizer):
                 "a GradScaler decides after the backward pass, when step_in_backward has stepped already",
                 todo="build the optimizer without step_in_backward, or train without a GradScaler",
             )
-        self._active()
+        self._roster.active()
         return backward.finish()
 
     def prefetch(self) -> None:
@@ -220,63 +197,8 @@ class Swapped(Figures, Optimizer):
         sent ahead is sent again. Nothing happens where the device is the host."""
         self.require_ready()
         if self._backward is None:
-            trainable = [r for r in self._admit_trainable() if r.param.requires_grad]
+            trainable = [r for r in self._roster.trainable() if r.param.requires_grad]
             self._stepper.prefetch(trainable, self.window_bytes)
-
-    def _active(self) -> list[Resident]:
-        """Residents with a gradient; parameters that were unfrozen or given another form get their place now."""
-        active, late = self._with_gradients()
-        if late:
-            self._admit_late(late)
-            active, _ = self._with_gradients()
-        for param, name in self._meta:
-            if param.is_meta:
-                raise replaced_parameter(name)
-        self._meta = []
-        return active
-
-    def _with_gradients(self) -> tuple[list[Resident], list[Tensor]]:
-        """Residents with a gradient, and parameters with one that have no place of their present form."""
-        # Once per parameter and step, and felt where steps are short: thousands of small parameters, fused.
-        active: list[Resident] = []
-        late: list[Tensor] = []
-        for param, resident in self._in_order():
-            grad = param.grad
-            if grad is None:
-                continue
-            if resident is None or (not resident.stepped and resident.is_outgrown):
-                late.append(param)
-                continue
-            if grad.layout is not torch.strided:
-                resident.gradient()
-            active.append(resident)
-        return active, late
-
-    def _in_order(self) -> list[tuple[Tensor, Resident | None]]:
-        """The groups' parameters with their residents; made anew when a group's list has changed."""
-        ids = [id(param) for group in self.param_groups for param in group["params"]]
-        if ids != self._order_ids:
-            params = [param for group in self.param_groups for param in group["params"]]
-            self._order = [(param, self._residents.get(param)) for param in params]
-            self._order_ids = ids
-        return self._order
-
-    def _admit_late(self, late: Collection[Tensor]) -> None:
-        """Places for parameters that had none, and new ones for those that were given another form since."""
-        if late:
-            self._prove_again()
-            self._make_room(late)
-
-    def _admit_trainable(self) -> list[Resident]:
-        """All residents, those of parameters that were unfrozen since among them."""
-        self._admit_late(
-            [
-                p
-                for p, resident in self._in_order()
-                if p.requires_grad and (resident is None or resident.is_outgrown)
-            ]
-        )
-        return [resident for _, resident in self._in_order() if resident is not None]
 
     def _is_skipped_by_scaler(self) -> bool:
         """Whether a GradScaler told a fused class to leave everything as it is (``found_inf``)."""
@@ -313,11 +235,12 @@ class Swapped(Figures, Optimizer):
         self._drop_started()
         working = replay_pre_hooks(self, state_dict)
         require_state_dict(working)
-        self._admit_late([param for param, resident in self._in_order() if resident and resident.is_outgrown])
+        in_order = self._roster.in_order()
+        self._roster.admit_late([param for param, resident in in_order if resident and resident.is_outgrown])
         self._admit_saved_frozen(working)
-        adoption = plan_adoption(self._residents, self.param_groups, working)
+        adoption = plan_adoption(self._roster.residents, self.param_groups, working)
         try:
-            apply_adoption(self._residents, adoption)
+            apply_adoption(self._roster.residents, adoption)
         except BaseException:
             self.invalidate("a load failed half-way")
             raise
@@ -333,7 +256,7 @@ class Swapped(Figures, Optimizer):
     def _admit_saved_frozen(self, state_dict: Mapping[str, Any]) -> None:
         """Places for parameters that are frozen now and had state when it was saved: trained, then frozen."""
         pairs = paired_params(self.param_groups, state_dict["param_groups"])
-        self._make_room(
+        self._roster.make_room(
             [
                 param
                 for key, param in pairs.items()
@@ -345,7 +268,7 @@ class Swapped(Figures, Optimizer):
 
     def stepped(self, param: Tensor) -> bool:
         """Whether the parameter ever took a step, here or in the run that its state was loaded from."""
-        return param in self._residents and self._residents[param].stepped
+        return param in self._roster.residents and self._roster.residents[param].stepped
 
     def slots(self, param: Tensor) -> dict[str, Tensor]:
         """The tensors that a load has to fill for this parameter, by state key; DTensors for a DTensor
@@ -353,13 +276,13 @@ class Swapped(Figures, Optimizer):
 
         Nothing live changes. For a class whose state exists from construction they are the live ones.
         """
-        self._make_room([param])
-        return dict(self._residents[param].canonical)
+        self._roster.make_room([param])
+        return dict(self._roster.residents[param].canonical)
 
     def number_keys(self, param: Tensor) -> frozenset[str]:
         """State keys under which the class keeps a Python number."""
-        self._make_room([param])
-        return self._residents[param].number_keys
+        self._roster.make_room([param])
+        return self._roster.residents[param].number_keys
 
     def restored(self, present: Mapping[Tensor, Mapping[str, object]], absent: Collection[Tensor]) -> None:
         """Take over slots that were filled, and give the absent a fresh optimizer's state.
@@ -371,11 +294,11 @@ class Swapped(Figures, Optimizer):
         """
         self._drop_started()
         for param, state in present.items():
-            self._residents.become(self._residents[param], state)
-            self._residents[param].stepped = True
+            self._roster.residents.become(self._roster.residents[param], state)
+            self._roster.residents[param].stepped = True
         for param in absent:
-            if param in self._residents:
-                self._residents.refresh(self._residents[param])
+            if param in self._roster.residents:
+                self._roster.residents.refresh(self._roster.residents[param])
         self._stepper.fault = None
 
     def invalidate(self, reason: str) -> None:
@@ -404,24 +327,14 @@ class Swapped(Figures, Optimizer):
                 self._stepper.settle()
                 return
             self._stepper.wait_home()
-            for resident in self._residents:
-                bring_home(self._residents, resident, self.state.get(resident.param, {}), resident.canonical)
+            for resident in self._roster.residents:
+                bring_home(
+                    self._roster.residents, resident, self.state.get(resident.param, {}), resident.canonical
+                )
 
     def put_state_to_device(self, device: torch.device | str) -> bool:
         """False: the state is host-resident, and nothing was moved."""
         return False
-
-    def _make_room(self, params: Collection[Tensor]) -> None:
-        """A place for each of these that has none of its present form."""
-        outgrown = [r for r in map(self._residents.get, params) if r is not None and r.is_outgrown]
-        for resident in outgrown:
-            self._residents.retire(resident)
-        newcomers = [param for param in params if param not in self._residents]
-        if newcomers:
-            self._admit(range(len(self.param_groups)), also=newcomers)
-        for param in newcomers:
-            if not param.requires_grad:
-                self._residents.hide(self._residents[param])
 
     # -- copying and pickling ----------------------------------------------------------------------------------------
 
@@ -435,7 +348,7 @@ class Swapped(Figures, Optimizer):
         }
         stepped = [
             position
-            for position, (_, resident) in enumerate(self._in_order())
+            for position, (_, resident) in enumerate(self._roster.in_order())
             if resident is not None and resident.stepped
         ]
         carried = {

@@ -276,7 +276,7 @@ def test_a_wholly_missing_parameter_was_absent_and_is_named_once(caplog):
     with caplog.at_level(logging.WARNING, "orlop"):
         target.load_state_dict(state_dict)
     assert [r.getMessage() for r in caplog.records] == [
-        "1 parameter(s) have no state in the loaded state dict and start from a fresh optimizer's: 0 of group 1"
+        "1 parameter has no state in the loaded state dict, so a fresh optimizer's: 0 of group 1"
     ]
     assert target.state[params[1]]["step"] == 0
     assert [target.stepped(p) for p in params] == [True, False, True]
@@ -445,7 +445,7 @@ def test_pages_are_locked_once_whatever_is_loaded(monkeypatch):
         return lambda: locked.remove(nbytes)
 
     monkeypatch.setattr("orlop.compat.register_pinned", register)
-    monkeypatch.setattr("orlop.optim.swapped.wants_pinned", lambda groups: True)
+    monkeypatch.setattr("orlop.optim.roster.wants_pinned", lambda groups: True)
     _, source = make(steps=1)
     _, target = make()
     assert locked == [source.arena_bytes, target.arena_bytes]
