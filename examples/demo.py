@@ -50,11 +50,15 @@ class Bars:
         self.progress.console.print(f"{run}: {text}", markup=False)
 
 
+def torchrun_logs(options: argparse.Namespace) -> Path:
+    """torchrun keeps files of its own, which it can't remove when it is killed: they are no part of a run."""
+    return (options.out / "torchrun").resolve()
+
+
 def command(options: argparse.Namespace) -> list[str]:
     """The one command that starts the training and that starts it again."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    # torchrun keeps files of its own, which it can't remove when it is killed.
-    launcher += ["--log-dir", str((options.out / "torchrun").absolute())]
+    launcher += ["--log-dir", str(torchrun_logs(options))]
     words = ["--run", PLACEHOLDER, "--steps", options.steps, "--save-every", options.save_every]
     # After `--` torchrun takes no option of the script for an abbreviated one of its own (`--run-path`).
     return [*launcher, "--", str(EXAMPLE), *map(str, words), "--seed", str(options.seed)]
@@ -62,7 +66,14 @@ def command(options: argparse.Namespace) -> list[str]:
 
 def run_demo(options: argparse.Namespace, console: Console) -> int:
     """The drill, the tables, the picture; returns the exit code."""
-    how = DrillOptions(out=options.out, kills=2, during_save=True, seed=options.seed, required=KINDS)
+    how = DrillOptions(
+        out=options.out,
+        kills=2,
+        during_save=True,
+        seed=options.seed,
+        required=KINDS,
+        may_write=(str(torchrun_logs(options)),),
+    )
     columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         result = drill(command(options), how, Bars(progress, options.steps))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orlop.cli.render import CAN_NOT_READ, FINDINGS, AsJson, print_json, print_table
+from orlop.cli.render import CAN_NOT_READ, FINDINGS, AsJson, print_json, print_table, say
 
 if TYPE_CHECKING:
     from orlop.tools.drill.drilling import DrillOptions, DrillResult
@@ -32,6 +31,13 @@ def drill(
     ] = "",
     seed: Annotated[int, typer.Option(help="Decides when kills strike; the same seed replays a drill.")] = 0,
     out: Annotated[Path, typer.Option(help="Where both runs are kept.")] = Path(".drill"),
+    may_write: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="A file, directory or glob outside of {run} that may be written; may be repeated.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Fire drill: run a training command once uninterrupted and once with SIGKILLs, and compare the two.
@@ -41,8 +47,16 @@ def drill(
     Scripts that use orlop.Trainer work as they are; others call orlop.record(step, engine).
 
     Refused: a command without {run}; one that leaves no records, or nothing else, in {run} after the first run; one
-    whose second run goes on from where the first ended. Both runs, the launcher and all ranks are on this machine.
-    By --ranks only these ranks are killed (by their RANK): the others have to end by themselves within a minute.
+    whose second run goes on from where the first ended; one that writes outside of {run}, where the next run would
+    find it. Seen are files that are new, changed or gone in the current directory and next to the files that the
+    command names, whoever wrote them; and anywhere else, files that its processes hold open for writing when they are
+    looked at, many times a second. Not seen are a file elsewhere that is open for a moment only, and what is no file:
+    a database, an object store. Nothing counts in caches (CACHEDIR.TAG, ~/.cache), virtual environments and .git, nor
+    what tempfile and torch make in the temporary directory. A PATTERN is absolute or from the current directory; *
+    stands for any number of levels.
+
+    Both runs, the launcher and all ranks are on this machine. By --ranks only these ranks are killed (by their RANK):
+    the others have to end by themselves within a minute.
 
     \b
     Examples:
@@ -53,18 +67,23 @@ def drill(
     from orlop.tools.drill.drilling import drill as run_drill
     from orlop.tools.drill.runs import RunFailed
 
-    # Also a drill that is ended from outside leaves no process behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        options = DrillOptions(out=out, kills=kills, during_save=during_save, ranks=_ranks(ranks), seed=seed)
+        options = DrillOptions(
+            out=out,
+            kills=kills,
+            during_save=during_save,
+            ranks=_ranks(ranks),
+            seed=seed,
+            may_write=tuple(may_write or ()),
+        )
         result = run_drill(command, options, _Witness())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except RunFailed as error:
-        typer.secho(str(error), err=True, fg="red")
+        say(str(error), err=True, fg="red")
         raise typer.Exit(CAN_NOT_READ) from error
     if as_json:
-        print_json(_as_plain(result, command, seed))
+        print_json(_as_plain(result, command, options))
     else:
         _print(result, _replay(command, options))
     if not result.is_identical:
@@ -92,13 +111,14 @@ class _Witness:
         typer.echo(f"{start}{run}: {text}", err=True)
 
 
-def _as_plain(result: DrillResult, command: list[str], seed: int) -> dict[str, Any]:
+def _as_plain(result: DrillResult, command: list[str], options: DrillOptions) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
         "is_identical": result.is_identical,
         "command": command,
-        "seed": seed,
+        "seed": options.seed,
+        "may_write": list(options.may_write),
         "step": result.step,
         "kills": [asdict(killed) for killed in result.kills],
         "comparisons": [asdict(row) for row in result.rows],
@@ -111,6 +131,7 @@ def _replay(command: list[str], options: DrillOptions) -> str:
     words = ["orlop", "drill", "--seed", str(options.seed), "--kills", str(options.kills)]
     words += ["--during-save"] * options.during_save
     words += ["--ranks", ",".join(map(str, options.ranks))] if options.ranks else []
+    words += [word for pattern in options.may_write for word in ("--may-write", pattern)]
     return shlex.join([*words, "--out", str(options.out), "--", *command])
 
 
@@ -129,17 +150,17 @@ def _print(result: DrillResult, replay: str) -> None:
         ],
         right=(1, 2, 3, 4),
     )
-    typer.echo("")
+    say("")
     print_table(
         ("compared", "places", "result"),
         [(row.what, row.count, row.difference or ("identical" if row.count else "-")) for row in result.rows],
         right=(1,),
     )
     if result.is_identical:
-        typer.secho("identical", fg="green", bold=True)
+        say("identical", fg="green", bold=True)
         return
     first = next(row for row in result.rows if row.difference is not None)
-    typer.secho(f"DIFFERENT, first in {first.what}: {first.difference}", fg="red", bold=True)
+    say(f"DIFFERENT, first in {first.what}: {first.difference}", fg="red", bold=True)
     if result.hint:
-        typer.echo(f"usual cause: {result.hint}")
-    typer.echo(f"replay: {replay}")
+        say(f"usual cause: {result.hint}")
+    say(f"replay: {replay}")

@@ -20,6 +20,7 @@ def test_tables_picture_and_exit_code(
 ) -> None:
     words = [sys.executable, str(STAND_IN), "{run}", "12", "3", fault]
     monkeypatch.setattr(demo, "command", lambda options: words)
+    monkeypatch.chdir(tmp_path)  # a drill looks around there
     console = Console(record=True, width=140)
     out = tmp_path / "out"
     assert demo.run_demo(demo.parse_options(["--out", str(out), "--seed", "3"]), console) == code
@@ -47,6 +48,7 @@ def test_a_signal_ends_the_demo_and_every_process(tmp_path: Path, number: signal
     child = subprocess.Popen(
         [sys.executable, "-c", script, "--out", str(out)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(demo.__file__).parent), *sys.path])},
+        cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -54,6 +54,14 @@ _SEED_HINT = (
     "everything but random streams is identical, so this one is probably never seeded: two starts of the script differ "
     "by themselves; seed all of them (random.seed, numpy.random.seed, torch.manual_seed)"
 )
+_NO_SCHEDULER_HINT = (
+    "the learning rate is off, and there is no scheduler in the checkpoints: either the engine was not given the one "
+    "that sets it, or the script computes it from something that it doesn't save"
+)
+_NO_STREAMS_HINT = (
+    "there are no random generators in the checkpoints: where the training draws random numbers (dropout, a shuffle), "
+    "save orlop.RngState() as a part"
+)
 _LOSS_HINT = (
     "the loss is off while the schedule is not: data order (a shuffle that is not seeded by the saved epoch), "
     "dropout's random stream, or weights that were not restored"
@@ -181,17 +189,19 @@ def hint(rows: Sequence[Comparison], went_on_from: Collection[int] = ()) -> str 
     # `orlop.record` notes a digest of each part, so that its row differs as well.
     if "random generators" in off and off.keys() <= {"random generators", "sampler", "state"}:
         return _SEED_HINT
+    counts = {row.what: row.count for row in rows}
     for kind, text in _HINTS:
         if kind in off:
-            return text
+            return _NO_SCHEDULER_HINT if kind == "lr" and not counts.get("scheduler") else text
+    loss_hint = _NO_STREAMS_HINT if counts.get("random generators") == 0 else _LOSS_HINT
     # With the right weights and data the first loss after a resume is right, whatever the moments are.
     step = off["loss"].step if "loss" in off else None
     if step is not None and step - 1 in went_on_from:
-        return _LOSS_HINT
+        return loss_hint
     for kind, text in _LATE_HINTS:
         if kind in off:
             return text
-    return _LOSS_HINT if "loss" in off else None
+    return loss_hint if "loss" in off else None
 
 
 def bits(value: Any) -> Any:

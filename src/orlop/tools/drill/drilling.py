@@ -6,6 +6,7 @@ Owns what a drill demands of a command. Must not print; `Witness` is told how it
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +17,15 @@ from orlop.store import files
 from orlop.store.listing import list_checkpoints
 from orlop.store.objects import Url
 from orlop.tools.drill.comparison import Comparison, compare_fingerprints, compare_records, hint, read_records
-from orlop.tools.drill.kills import Killed, plan_kills
+from orlop.tools.drill.elsewhere import LIMIT, Lookout
+from orlop.tools.drill.kills import Kill, Killed, plan_kills
 from orlop.tools.drill.runs import FINGERPRINT_NAME, Run, RunFailed, Watcher, Witness
+from orlop.tools.drill.surroundings import DRILL_MARKER, find_surroundings, matches
 
 __all__ = ["PLACEHOLDER", "DrillOptions", "DrillResult", "drill"]
 
 PLACEHOLDER = "{run}"
-_MARKER = ".orlop-drill"
+_NAMED = 5  # files of a finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class DrillOptions:
         ranks: The ranks that a kill hits; all processes when it is empty.
         seed: Decides when kills strike.
         required: Kinds of state that the checkpoints must hold.
+        may_write: Globs of what the command may write outside of its run directory, absolute or from the current
+            directory; one that matches a directory counts for all in it.
     """
 
     out: Path
@@ -44,6 +49,7 @@ class DrillOptions:
     ranks: tuple[int, ...] = ()
     seed: int = 0
     required: tuple[str, ...] = ()
+    may_write: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +95,7 @@ def drill(command: Sequence[str], options: DrillOptions, witness: Witness) -> Dr
     _claim(options.out)
     uninterrupted, killed = (_fresh(command, options.out, name) for name in ("uninterrupted", "killed"))
     first = Watcher(uninterrupted, witness)
-    first.until_done([])
+    _until_done(first, [], options)
     records = _records(uninterrupted)
     if not uninterrupted.saved():
         raise RunFailed(
@@ -104,7 +110,7 @@ def drill(command: Sequence[str], options: DrillOptions, witness: Witness) -> Dr
         step_seconds=first.step_seconds,
         seed=options.seed,
     )
-    struck = Watcher(killed, witness, options.ranks).until_done(kills)
+    struck = _until_done(Watcher(killed, witness, options.ranks), kills, options)
     other_records = _records(killed)
     if other_records[0]["step"] != records[0]["step"]:
         raise RunFailed(
@@ -131,12 +137,12 @@ def _claim(out: Path) -> None:
     """Make sure that nothing but an earlier drill is ever removed."""
     if (
         files.is_directory(out)
-        and not (out / _MARKER).exists()
+        and not (out / DRILL_MARKER).exists()
         and (files.file_sizes(out) or files.directory_names(out))
     ):
         raise ValueError(f"{out} is not empty and no earlier drill's; give another directory by --out")
     files.make_directory(out)
-    files.write_file(out / _MARKER, b"")
+    files.write_file(out / DRILL_MARKER, b"")
 
 
 def _fresh(command: Sequence[str], out: Path, name: str) -> Run:
@@ -150,6 +156,28 @@ def _fresh(command: Sequence[str], out: Path, name: str) -> Run:
     )
     files.write_file(run.log, b"")
     return run
+
+
+def _until_done(watcher: Watcher, kills: Sequence[Kill], options: DrillOptions) -> list[Killed]:
+    """A run to its end, which has left nothing outside of its directory."""
+    run = watcher.run
+    lookout = Lookout(find_surroundings(run.command, options.out, [run.directory, run.log]))
+    struck = watcher.until_done(kills)
+    found = [path for path in lookout.find(watcher.open_files.inodes) if not matches(path, options.may_write)]
+    if not lookout.is_whole:
+        text = f"more than {LIMIT:,} files stand around it: what it left in the directories beyond is not noticed"
+        watcher.witness.on_event(run.name, text)
+    if found:
+        here = Path.cwd()
+        names = [str(path.relative_to(here) if here in path.parents else path) for path in map(Path, found)]
+        more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+        raise RunFailed(
+            f"{run.name}: outside of {PLACEHOLDER} these are new, changed or gone: {', '.join(names[:_NAMED])}{more}\n"
+            "  the next run finds what this one left there, and the comparison does not see it\n"
+            f"  let the command write below {PLACEHOLDER}; where it is harmless, or something else wrote it: "
+            f"--may-write {shlex.quote(names[0])} (a file, a directory, or a glob)"
+        )
+    return struck
 
 
 def _records(run: Run) -> list[dict[str, Any]]:

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from orlop.wording import counted
+
 __all__ = ["Kill", "Killed", "plan_kills"]
 
 
@@ -92,7 +94,8 @@ def plan_kills(
     num_writing = sum(wants_save)
     if len(between) < count - num_writing or len(writing) < num_writing:
         raise ValueError(
-            f"{len(steps)} steps with {len(saved)} checkpoints are too few for {count} kills"
+            f"{counted(len(steps), 'step')} with {counted(len(saved), 'checkpoint')} are too few for "
+            + counted(count, "kill")
             + (f", {num_writing} of them while a checkpoint is written" if num_writing else "")
         )
     kills = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -123,6 +124,11 @@ def wait_gone(processes: Collection[Process], timeout_seconds: float) -> list[Pr
     return living(processes)
 
 
+def find_all() -> list[Process]:
+    """All living processes of this machine, or container."""
+    return [status.process for status in _statuses() if status.state not in "ZX"]
+
+
 def _statuses() -> Iterator[_Status]:
     for entry in PROC.iterdir():
         if entry.name.isdigit() and (status := _read_status(int(entry.name))) is not None:
@@ -167,3 +173,23 @@ def rank_of(process: Process) -> int | None:
         return None
     ranks = [entry[5:] for entry in entries if entry.startswith(b"RANK=")]
     return int(ranks[0]) if ranks and ranks[0].isdigit() else None
+
+
+def open_for_writing(process: Process) -> dict[str, int]:
+    """The files that a process holds open for writing: inodes by path; none where that can't be read."""
+    place = PROC / str(process.pid)
+    found = {}
+    with contextlib.suppress(OSError):
+        for number in os.listdir(place / "fd"):
+            with contextlib.suppress(OSError):  # closed since
+                path = os.readlink(place / "fd" / number)
+                if path.startswith("/") and _is_for_writing((place / "fdinfo" / number).read_text()):
+                    status = os.stat(place / "fd" / number)
+                    if stat.S_ISREG(status.st_mode) and status.st_nlink:
+                        found[path] = status.st_ino
+    return found
+
+
+def _is_for_writing(description: str) -> bool:
+    flags = next(line.split()[1] for line in description.splitlines() if line.startswith("flags:"))
+    return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY

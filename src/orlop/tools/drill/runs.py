@@ -17,7 +17,9 @@ from orlop.store import files
 from orlop.store.catalog import parse_step, parse_unpublished
 from orlop.tools.drill import processes
 from orlop.tools.drill.comparison import read_records
+from orlop.tools.drill.elsewhere import OpenFiles
 from orlop.tools.drill.kills import Kill, Killed
+from orlop.wording import counted
 
 __all__ = ["Run", "RunFailed", "Watcher", "Witness"]
 
@@ -133,6 +135,7 @@ class Watcher:
 
     Attributes:
         published: The steps of all checkpoints that were seen, those that have expired since included.
+        open_files: What processes of the run were seen to hold open for writing.
     """
 
     def __init__(self, run: Run, witness: Witness, ranks: Collection[int] = ()) -> None:
@@ -140,6 +143,7 @@ class Watcher:
         self.witness = witness
         self.ranks = frozenset(ranks)
         self.published: set[int] = set()
+        self.open_files = OpenFiles()
         self._first: tuple[float, int] | None = None
         self._latest: tuple[float, int] | None = None
 
@@ -187,7 +191,9 @@ class Watcher:
         if killed is None and child.returncode != 0:
             raise RunFailed(f"{self.run.name}: ended with exit code {child.returncode}\n{self._log_tail()}")
         if outlived:
-            raise RunFailed(f"{self.run.name}: {len(outlived)} processes outlived their launcher")
+            raise RunFailed(
+                f"{self.run.name}: {counted(len(outlived), 'process', 'processes')} outlived their launcher"
+            )
         return killed
 
     def _follow(
@@ -221,6 +227,7 @@ class Watcher:
                 self.published |= self.run.published()
                 seen.update(processes.find_tree(child.pid))
                 self.witness.on_step(self.run.name, step)
+            self.open_files.look(child.pid)
             if time.monotonic() - moved > STALLED_SECONDS:
                 raise RunFailed(f"{self.run.name}: no step for {STALLED_SECONDS:.0f} s\n{self._log_tail()}")
             time.sleep(POLL_SECONDS)
@@ -253,7 +260,7 @@ class Watcher:
             writing=writing if kill.moment == "while writing" else None,
             processes=len(victims),
         )
-        count = f"{len(victims)} process{'es' if len(victims) > 1 else ''}"
+        count = counted(len(victims), "process", "processes")
         self.witness.on_event(
             self.run.name,
             f"killed {count} {kill.moment}, after step {killed.last_step}; newest checkpoint: step {killed.published}",
@@ -268,7 +275,8 @@ class Watcher:
         outlived = processes.wait_gone(frozen, ENDING_SECONDS)
         if outlived:
             raise RunFailed(
-                f"{self.run.name}: {len(outlived)} processes still ran {ENDING_SECONDS:.0f} s after a rank was killed"
+                f"{self.run.name}: {counted(len(outlived), 'process', 'processes')} still ran {ENDING_SECONDS:.0f} s "
+                "after a rank was killed"
             )
 
     def _log_tail(self) -> str:

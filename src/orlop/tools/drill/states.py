@@ -11,6 +11,7 @@ from orlop.tools.differences import ValueComparison, first_difference
 from orlop.tools.fingerprints import stored_fingerprint
 from orlop.tools.opened import Opened
 from orlop.tools.stored_values import StoredValues, regions
+from orlop.wording import counted
 
 __all__ = ["describe_difference", "fingerprint_of"]
 
@@ -39,6 +40,6 @@ def describe_difference(one: str | os.PathLike[str], two: str | os.PathLike[str]
         return leaf
     values = " and ".join(map(repr, difference.first_values))
     return (
-        f"{leaf}: {difference.num_different:,} of {difference.num_elements:,} elements, the first at "
+        f"{leaf}: {difference.num_different:,} of {counted(difference.num_elements, 'element')}, the first at "
         f"{list(difference.first_index)}: {values}"
     )

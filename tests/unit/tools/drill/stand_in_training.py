@@ -4,7 +4,8 @@
 
 It keeps one number, saves as the store does, and goes on from its newest checkpoint. The fault is `none`, or:
 `forgets` something at a resume, `starts anew`, `never saves`, `saves elsewhere`, `fails` at step 3, writes
-quickly up to step 8 (`quick`), has two `ranks`.
+quickly up to step 8 (`quick`), has two `ranks`. It `logs` into the current directory; or to what $STAND_IN_FILE
+names, holding it open (`holds`), or each time anew under another name first (`replaces`).
 """
 
 import json
@@ -14,6 +15,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+HELD = []
+
+
+def write_elsewhere(fault: str, step: int) -> None:
+    if fault == "logs":
+        with open("train.log", "a") as log:
+            log.write(f"step {step}\n")
+    elif fault == "holds":
+        file = HELD[0] if HELD else open(os.environ["STAND_IN_FILE"], "a")  # noqa: SIM115
+        HELD[:] = [file]
+        file.write(f"step {step}\n")
+    elif fault == "replaces":
+        path = Path(os.environ["STAND_IN_FILE"])
+        with path.with_name(f"{path.name}.new").open("w") as file:
+            file.write(f"step {step}\n")
+            time.sleep(0.1)
+        path.with_name(f"{path.name}.new").replace(path)
 
 
 def save(root: Path, step: int, seconds: float) -> None:
@@ -45,6 +64,7 @@ def train(root: Path, steps: int, save_every: int, fault: str) -> None:
         # A kill may hit in the middle of a write: the file is replaced whole.
         (root / "metrics.new").write_text("\n".join(lines) + "\n")
         (root / "metrics.new").replace(root / "metrics.jsonl")
+        write_elsewhere(fault, step)
         time.sleep(0.15 if fault == "quick" else 0.03)
         if fault == "fails" and step == 3:
             sys.exit("something went wrong")

@@ -91,6 +91,16 @@ def test_hints():
     assert "data order" in hint(compare_records(LINES, [{**line, "loss": 2} for line in LINES]))
 
 
+def test_a_hint_blames_no_scheduler_and_no_random_streams_that_are_not_there():
+    off = compare_records(LINES, [{**line, "lr": 1} for line in LINES])
+    without = {leaf: digest for leaf, digest in LEAVES.items() if leaf not in ("rng.rank_0", "scheduler")}
+    assert "is the scheduler saved" in hint([*off, *compare_fingerprints(LEAVES, LEAVES)])
+    assert "no scheduler in the checkpoints" in hint([*off, *compare_fingerprints(without, without)])
+    off = compare_records(LINES, [{**line, "loss": 2} for line in LINES])
+    assert "dropout's random stream" in hint([*off, *compare_fingerprints(LEAVES, LEAVES)])
+    assert "no random generators in the checkpoints" in hint([*off, *compare_fingerprints(without, without)])
+
+
 def test_reading_leaves_out_torn_lines_and_takes_a_step_that_was_done_again(tmp_path: Path):
     path = tmp_path / "records.jsonl"
     assert read_records(path) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orlop.tools.drill import drilling, processes, runs
+from orlop.tools.drill import drilling, elsewhere, processes, runs
 from orlop.tools.drill.drilling import DrillOptions, drill
 from orlop.tools.drill.kills import Kill
 from orlop.tools.drill.runs import RunFailed
@@ -126,8 +126,49 @@ def test_a_command_without_a_place_for_the_run_is_refused(tmp_path):
 def test_a_command_that_writes_elsewhere_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     command = [sys.executable, str(STAND_IN), str(tmp_path / "elsewhere"), "12", "3", "none", "{run}"]
-    with pytest.raises(RunFailed, match="elsewhere"):
+    with pytest.raises(RunFailed, match=r"elsewhere/fingerprint\.json, elsewhere/metrics\.jsonl"):
         drill(command, DrillOptions(out=tmp_path / "out"), Heard())
+    assert not (tmp_path / "out" / "killed").exists()
+
+
+def test_a_log_in_the_current_directory_is_refused_before_anything_is_killed(tmp_path, here):
+    with pytest.raises(RunFailed, match=r"outside of \{run\}.*: train\.log\n(.|\n)*--may-write train\.log"):
+        run(tmp_path / "out", "logs")
+    assert not (tmp_path / "out" / "killed").exists()
+
+
+def test_what_may_be_written_is_no_matter(tmp_path, here):
+    result, _ = run(tmp_path / "out", "logs", kills=1, may_write=("*.log",))
+    assert result.is_identical, result.rows
+    assert (here / "train.log").exists()
+
+
+@pytest.mark.parametrize("fault", ["holds", "replaces"])
+def test_a_file_anywhere_that_is_held_open_is_refused(tmp_path_factory, tmp_path, monkeypatch, fault):
+    far = tmp_path_factory.mktemp("far")
+    monkeypatch.setenv("STAND_IN_FILE", str(far / "state"))
+    monkeypatch.setattr(elsewhere, "LOOK_PAUSES", 1.0)  # however slow this machine is
+    with pytest.raises(RunFailed, match=rf": {far}/state\n"):
+        run(tmp_path / "out", fault)
+    assert not (tmp_path / "out" / "killed").exists()
+
+
+def test_also_the_second_run_is_refused_what_it_writes_elsewhere(tmp_path, monkeypatch):
+    far = tmp_path / "out" / "uninterrupted" / "state"
+    monkeypatch.setenv("STAND_IN_FILE", str(far))
+    with pytest.raises(RunFailed, match=r"killed: outside of \{run\}.*: out/uninterrupted/state\n"):
+        run(tmp_path / "out", "holds", kills=1)
+
+
+def test_that_there_is_more_than_is_looked_at_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(elsewhere, "LIMIT", 3)
+    for name in "abcd":
+        (tmp_path / name).touch()
+    heard = Heard()
+    command = [sys.executable, str(STAND_IN), "{run}", "12", "3", "never saves"]
+    with pytest.raises(RunFailed, match="no resume to try"):
+        drill(command, DrillOptions(out=tmp_path / "out"), heard)
+    assert sum("is not noticed" in event for event in heard.events) == 1
 
 
 def test_only_an_earlier_drill_is_removed(tmp_path):
