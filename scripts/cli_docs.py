@@ -31,10 +31,14 @@ up the shell.
 | 1 | findings: damaged, different, not identical; nothing that matches |
 | 2 | wrong usage |
 | 3 | can't read (or write) what was asked for, or a drill could not be carried out |
+| 130, 143 | ended by Ctrl-C, by SIGTERM; nothing half-written is left |
+| 141 | what read the output went away, as `head` does |
 
 An error is one message on stderr: what and where in its first line, then what was found and what to do; with
-`--json` as well, and stdout is empty then. Where a checkpoint is meant and a run's directory is given, `inspect` takes
-the newest one and says so, `verify` takes all, and the others say which steps there are.
+`--json` as well, and stdout is empty then. Only `inspect --json` still gives all that it could read, and says under
+`unread` which leaves of param groups it could not, and why. Names are shown without their control characters;
+`NO_COLOR` is honoured. Where a checkpoint is meant and a run's directory is given, `inspect` takes the newest one and
+says so, `verify` takes all, and the others say which steps there are.
 
 This page is made of the commands' own help by `scripts/cli_docs.py`.
 """
@@ -50,7 +54,7 @@ def _command(name: str, command: Any) -> str:
     shown = [parameter for parameter in command.params if "--help" not in parameter.opts]
     arguments = [parameter for parameter in shown if parameter.param_type_name == "argument"]
     options = [parameter for parameter in shown if parameter.param_type_name == "option"]
-    usage = " ".join(["orlop", name, "[OPTIONS]", *map(_placeholder, arguments)])
+    usage = " ".join(["orlop", name, *command.collect_usage_pieces(None)])
     lines = [f"## `orlop {name}`", "", "```text", usage, "```", "", *_help(command.help), ""]
     rows = [(_placeholder(each), each.help) for each in arguments]
     rows += [(", ".join(each.opts + each.secondary_opts), _with_default(each)) for each in options]

@@ -18,6 +18,7 @@ from torch import nn
 from orlop.optim.swap import SwapAdamW
 from orlop.phases import is_rank_zero
 from orlop.store.objects import locate
+from orlop.wording import counted
 
 _log = logging.getLogger("orlop")
 _NAMES_IN_A_LOG_LINE = 5
@@ -142,7 +143,7 @@ class LoadCheckpointConfig(_Config):
             "every parameter has a fresh optimizer's state": not self.load_optimizer_states,
             "hyperparameters are this run's": not self.load_optimizer_args,
             "the data starts from the beginning": not self.load_dataset,
-            f"the scheduler starts at its first step, over {total_steps} steps": not self.load_scheduler,
+            f"the scheduler starts at its first step, over {counted(total_steps, 'step')}": not self.load_scheduler,
         }
         return [text for text, applies in switched_off.items() if applies]
 

@@ -49,19 +49,21 @@ from orlop.state.report import Finding, LoadReport, Verdict, name_ranks, require
 from orlop.state.shared_groups import union_groups
 from orlop.store.manifest import Manifest
 from orlop.store.objects import directory_at, locate
+from orlop.wording import counted
 
 __all__ = ["LoadPolicy", "LoadReport", "resume_checkpoint"]
 
 _log = logging.getLogger("orlop")
 _SHOWN = 5
-_NOTABLE: tuple[tuple[Verdict, str], ...] = (
-    ("absent", "parameters have no state in the checkpoint and start with a fresh optimizer's state"),
-    ("fresh", "optimizers are not in the checkpoint, which holds weights only, and start with fresh state"),
-    ("kept", "leaves are not in the checkpoint and keep their live values"),
-    ("reset", "parameters' damaged state was reset to a fresh optimizer's"),
-    ("afresh", "parts were saved by another number of ranks and start afresh, as the policy says"),
-    ("skipped", "parts of the checkpoint are skipped, as the policy says, and stay as they are here"),
-    ("merged", "parameters' scalars differed by rank when saved and are the largest of them now"),
+# What a warning says of one leaf, of several, and of both.
+_NOTABLE: tuple[tuple[Verdict, str, str, str], ...] = (
+    ("absent", "parameter has", "parameters have", "no state in the checkpoint, so a fresh optimizer's"),
+    ("fresh", "optimizer is", "optimizers are", "not there: the checkpoint holds weights only; fresh state"),
+    ("kept", "leaf is", "leaves are", "not in the checkpoint, so live values stay"),
+    ("reset", "parameter had", "parameters had", "damaged state, reset to a fresh optimizer's"),
+    ("afresh", "part was", "parts were", "saved by another number of ranks: begun afresh, by the policy"),
+    ("skipped", "part is", "parts are", "skipped, as the policy says: what is here stays"),
+    ("merged", "parameter had", "parameters had", "other scalars on each rank: now the largest of them"),
 )
 
 
@@ -246,7 +248,7 @@ def _agree(expected: Expectation, ranks: Ranks, place: str) -> list[Finding]:
 
 def _announce(findings: list[Finding], strangers: list[str], ranks: Ranks) -> None:
     """One warning for all ranks together, with counts and a few names."""
-    notable = {verdict: [f.leaf for f in findings if f.verdict == verdict] for verdict, _ in _NOTABLE}
+    notable = {verdict: [f.leaf for f in findings if f.verdict == verdict] for verdict, *_ in _NOTABLE}
     if not ranks.equal(digest(notable)):
         # Pipeline stages have different parameters.
         everyone = ranks.gather(notable)
@@ -255,8 +257,9 @@ def _announce(findings: list[Finding], strangers: list[str], ranks: Ranks) -> No
             for verdict in notable
         }
     texts = [
-        f"{len(leaves)} {text}: {', '.join(leaves[:_SHOWN])}" + (", …" if len(leaves) > _SHOWN else "")
-        for verdict, text in _NOTABLE
+        f"{counted(len(leaves), one, many)} {text}: {', '.join(leaves[:_SHOWN])}"
+        + (", …" if len(leaves) > _SHOWN else "")
+        for verdict, one, many, text in _NOTABLE
         if (leaves := notable[verdict])
     ]
     if strangers:

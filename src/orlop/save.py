@@ -37,6 +37,7 @@ from orlop.state.stock import class_name
 from orlop.store.manifest import Manifest
 from orlop.store.objects import Url, locate
 from orlop.store.pending import Pending, begin, pending_at
+from orlop.wording import counted
 
 __all__ = ["save_checkpoint"]
 
@@ -131,9 +132,9 @@ def _warn_of_torn(digests: Fingerprint, ranks: Ranks) -> None:
         ]
         more = ", …" if len(digests.torn) > _SHOWN else ""
         _log.warning(
-            "replica content differs: %d leaves are not the same on all ranks that hold them, and only one rank's is "
+            "replica content differs: %s not the same on all ranks that hold them, and only one rank's is "
             "saved: %s%s; what belongs to one rank alone needs a DTensor, or a name of its own",
-            len(digests.torn),
+            counted(len(digests.torn), "leaf is", "leaves are"),
             ", ".join(shown),
             more,
         )
@@ -148,8 +149,8 @@ def _require_even(collected: Collected) -> None:
     if collected.uneven:
         names = [f"{label}.state.{fqn}" for label, fqns in collected.uneven.items() for fqn in fqns]
         raise CheckpointMismatch(
-            f"{len(names)} parameters have state on some ranks only, or other scalars on each; only the manifest "
-            "records that, and a storage writer of one's own makes no manifest",
+            f"{counted(len(names), 'parameter has', 'parameters have')} state on some ranks only, or other "
+            "scalars on each; only the manifest records that, and a storage writer of one's own makes no manifest",
             where=", ".join(names[:_SHOWN]),
             todo="save to a directory, or step the optimizer on all ranks alike",
         )

@@ -32,6 +32,7 @@ from orlop.optim.threads import ThreadLink
 from orlop.store.crashes import Crash, CrashLog
 from orlop.store.faults import FaultyFiles
 from orlop.store.operations import observed
+from orlop.wording import counted
 
 __all__ = ["Crash", "CrashLog", "FaultyFiles", "ThreadLink", "check_link", "observed", "run_ranks"]
 
@@ -96,7 +97,9 @@ def run_ranks(
     failed = {rank: entry.failure for rank, entry in enumerate(ranks) if entry.failure is not None}
     if failed:
         text = "\n".join(f"--- rank {rank} ---\n{failure.rstrip()}" for rank, failure in failed.items())
-        raise RankFailed(f"{len(failed)} of {world_size} ranks failed in {task.function}", found="\n" + text)
+        raise RankFailed(
+            f"{len(failed)} of {counted(world_size, 'rank')} failed in {task.function}", found="\n" + text
+        )
     return [entry.result for entry in ranks]
 
 

@@ -24,10 +24,7 @@ def whole(key):
 
 
 def sharded(mesh, placements, values):
-    return {
-        key: distribute_tensor(values(key), mesh, [placements.get(key, Shard(0))])
-        for key in SHAPES
-    }
+    return {key: distribute_tensor(values(key), mesh, [placements.get(key, Shard(0))]) for key in SHAPES}
 
 
 def _save(rank, folder):

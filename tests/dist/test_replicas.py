@@ -38,7 +38,7 @@ def test_d04_replicas_that_differ_are_named_with_their_ranks(tmp_path: Path) -> 
     one, two = run_ranks(save, 2, tmp_path / "torn", True, True)
     (text,) = one
     assert two == []
-    assert "replica content differs: 1 leaves" in text
+    assert "replica content differs: 1 leaf is" in text
     assert "model.bias (rank 0 differs from rank 1)" in text
     assert "model.weight" not in text
     assert (tmp_path / "torn" / "step-00000001" / "orlop.json").exists()

@@ -1,5 +1,6 @@
 """The command line, called as its entry point is."""
 
+import signal
 import sys
 
 import pytest
@@ -13,8 +14,12 @@ def call(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["orlop", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            orlop.cli.main()
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                orlop.cli.main()
+        finally:
+            signal.signal(signal.SIGTERM, before)
         captured = capsys.readouterr()
         return ended.value.code or 0, captured.out, captured.err
 

@@ -198,23 +198,43 @@ def test_prune(call, run):
     assert not (run / "step-00000010").exists()
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A current directory of the test's own: a drill looks around there."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("fault, code", [("none", 0), ("forgets", 1)])
 def test_drill(call, tmp_path, fault, code):
     command = [sys.executable, STAND_IN, "{run}", 12, 3, fault]
-    options = ["--seed", 3, "--during-save", "--out", tmp_path / "out"]
+    options = ["--seed", 3, "--during-save", "--out", tmp_path / "out", "--may-write", "my logs"]
     found, out, err = call("drill", *options, "--", *command)
     assert found == code
     assert "killed 2 processes while writing" in err
     assert ("usual cause: " in out, "replay: orlop drill --seed 3" in out) == (code == 1, code == 1)
+    assert ("--may-write 'my logs' --out" in out) == (code == 1)
     assert out.splitlines()[-1] == "identical" or code
 
 
+@pytest.mark.usefixtures("here")
 def test_drill_json(call, tmp_path):
     command = [sys.executable, STAND_IN, "{run}", 12, 3, "forgets"]
-    code, out, _ = call(
-        "drill", "--kills", 1, "--seed", 3, "--json", "--out", tmp_path / "out", "--", *command
-    )
+    options = [
+        "--kills",
+        1,
+        "--seed",
+        3,
+        "--out",
+        tmp_path / "out",
+        "--may-write",
+        "*.log",
+        "--may-write",
+        "x",
+    ]
+    code, out, _ = call("drill", "--json", *options, "--", *command)
     result = json.loads(out)
+    assert result["may_write"] == ["*.log", "x"]
     assert (code, result["is_identical"], result["seed"], len(result["kills"])) == (1, False, 3, 1)
     assert "position" in result["hint"]
     (loss,) = [row for row in result["comparisons"] if row["what"] == "loss"]
@@ -222,6 +242,7 @@ def test_drill_json(call, tmp_path):
     assert result["runs"] == [str(tmp_path / "out" / name) for name in ("uninterrupted", "killed")]
 
 
+@pytest.mark.usefixtures("here")
 def test_drill_of_a_run_that_saves_elsewhere_is_3(call, tmp_path):
     command = [sys.executable, STAND_IN, "{run}", 12, 3, "saves elsewhere"]
     code, out, err = call("drill", "--json", "--out", tmp_path / "out", "--", *command)
@@ -229,6 +250,16 @@ def test_drill_of_a_run_that_saves_elsewhere_is_3(call, tmp_path):
     assert "saves its checkpoints outside of {run}" in err
 
 
+@pytest.mark.usefixtures("here")
+def test_drill_of_a_run_that_writes_elsewhere_is_3(call, tmp_path):
+    command = [sys.executable, STAND_IN, "{run}", 12, 3, "logs"]
+    code, out, err = call("drill", "--json", "--out", tmp_path / "out", "--", *command)
+    assert (code, out) == (3, "")
+    assert "train.log\n" in err
+    assert "--may-write train.log" in err
+
+
+@pytest.mark.usefixtures("here")
 def test_drill_that_can_not_run_is_3(call, tmp_path):
     code, out, err = call("drill", "--out", tmp_path / "out", "--", "false", "{run}")
     assert (code, out) == (3, "")

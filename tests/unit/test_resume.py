@@ -160,7 +160,7 @@ def test_a_finished_checkpoint_is_never_written_over(tmp_path):
 def test_a28_replaced_parameters_are_refused_by_name(tmp_path):
     engine = trained()
     engine.model.a.weight = nn.Parameter(torch.zeros(4, 3))
-    with pytest.raises(ParameterReplaced, match=r"1 parameters that are not in the model") as caught:
+    with pytest.raises(ParameterReplaced, match=r"1 parameter missing in the model") as caught:
         engine.save_dcp(tmp_path / "x")
     assert "shape (4, 3)" in str(caught.value)
     assert list(tmp_path.iterdir()) == []

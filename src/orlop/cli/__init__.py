@@ -6,11 +6,13 @@ Owns what is printed and the exit code. The commands' modules import what they c
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from orlop.cli.changing import convert, prune
 from orlop.cli.comparing import diff
@@ -30,6 +32,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+
+
+class _Command(TyperCommand):
+    """Usage lines that show what is typed; typer puts other marks around arguments in each of its versions."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = (param for param in self.params if param.param_type_name == "argument")
+        names = [(param.metavar or "", param.required) for param in arguments]
+        return ["[OPTIONS]", *(name if required else f"[{name}]" for name, required in names)]
+
+
 # What `orlop --help` says of each in one line of 80 columns.
 _COMMANDS: dict[Callable[..., None], str] = {
     ls: "List a run's checkpoints, and which one a resume takes.",
@@ -40,10 +53,12 @@ _COMMANDS: dict[Callable[..., None], str] = {
     prune: "Remove old checkpoints of a run.",
 }
 for command, line in _COMMANDS.items():
-    app.command(short_help=line)(command)
-app.command(short_help="Kill a training run, resume it, compare it bit for bit.", context_settings=CONTEXT)(
-    drill
-)
+    app.command(cls=_Command, short_help=line)(command)
+app.command(
+    cls=_Command,
+    short_help="Kill a training run, resume it, compare it bit for bit.",
+    context_settings=CONTEXT,
+)(drill)
 
 
 def _print_version(wanted: bool) -> None:
@@ -79,6 +94,8 @@ def _root(
 
 def main() -> None:
     """The console entry: an expected error is one message on stderr and exit code 3, never a traceback."""
+    # Ended from outside, a command leaves nothing half-written behind either.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         app()
     except (OrlopError, OSError) as error:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orlop.cli.render import AsJson, counted, print_json, progress, size_text
+from orlop.cli.render import AsJson, print_json, progress, say, size_text
+from orlop.wording import counted
+
+if TYPE_CHECKING:
+    from orlop.tools.convert import Format
+
+_FORMATS: tuple[Format, ...] = ("safetensors", "torch", "dcp")
 
 
-class To(str, Enum):
-    """What a checkpoint is converted to."""
-
-    safetensors = "safetensors"
-    torch = "torch"
-    dcp = "dcp"
+def _format(name: str) -> Format:
+    """Not by an enum: what is said of another name would then be the parser's."""
+    for known in _FORMATS:
+        if name == known:
+            return known
+    raise typer.BadParameter(f"{name!r} is none of {', '.join(_FORMATS)}", param_hint="'--to'")
 
 
 def convert(
@@ -26,7 +31,14 @@ def convert(
     out: Annotated[
         str, typer.Argument(metavar="OUT", help="Where the result appears, whole or not at all.")
     ] = "",
-    to: Annotated[To | None, typer.Option(help="The format.")] = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            help="The format: safetensors, torch or dcp.",
+            autocompletion=lambda: list(_FORMATS),
+        ),
+    ] = "",
     only: Annotated[
         list[str] | None, typer.Option(help="Take only this part (model, optimizer, ...); may be repeated.")
     ] = None,
@@ -55,19 +67,20 @@ def convert(
       orlop convert torchtitan/step-500 --in-place-index
     """
     if in_place_index:
-        if out or to is not None:
+        if out or to:
             raise typer.BadParameter("--in-place-index takes neither OUT nor --to")
         _index(checkpoint, as_json)
         return
-    if not out or to is None:
+    if not out or not to:
         raise typer.BadParameter("OUT and --to are needed (or --in-place-index)")
+    form = _format(to)
     from orlop.tools.convert import convert as run
 
     with progress("convert") as show:
         result = run(
             checkpoint,
             out,
-            to=to.value,
+            to=form,
             only=tuple(only or ()),
             dtype=dtype or None,
             cast_moments=cast_moments,
@@ -77,10 +90,11 @@ def convert(
     if as_json:
         print_json(asdict(result))
         return
+    leaves = counted(result.num_leaves, "leaf", "leaves")
     written = f"{counted(len(result.files), 'file')}, {size_text(result.nbytes)}"
-    typer.secho(f"{result.path}: {result.num_leaves:,} leaves in {written}", fg="green")
+    say(f"{result.path}: {leaves} in {written}", fg="green")
     if result.left_out:
-        typer.echo(
+        say(
             f"  left out, as the format can't hold plain data or holds tied ones once: {len(result.left_out)}"
         )
 
@@ -93,7 +107,10 @@ def _index(checkpoint: str, as_json: bool) -> None:
     if as_json:
         print_json({"path": checkpoint, "added": added})
     else:
-        typer.echo(f"{checkpoint}: " + (f"{len(added)} indexes added" if added else "all files have indexes"))
+        say(
+            f"{checkpoint}: "
+            + (f"{counted(len(added), 'index', 'indexes')} added" if added else "all files have indexes")
+        )
 
 
 def prune(
@@ -118,10 +135,10 @@ def prune(
         return
     verb = "would remove" if dry_run else "removed"
     steps = ", ".join(map(str, result.removed)) or "nothing"
-    typer.echo(
+    say(
         f"{verb} {steps} ({size_text(result.freed_bytes)}); kept {', '.join(map(str, result.kept)) or 'nothing'}"
     )
     if result.busy:
-        typer.echo(f"being read, so left for later: {', '.join(map(str, result.busy))}")
+        say(f"being read, so left for later: {', '.join(map(str, result.busy))}")
     if result.passed_over:
-        typer.echo(f"not complete, left alone: {', '.join(map(str, result.passed_over))}")
+        say(f"not complete, left alone: {', '.join(map(str, result.passed_over))}")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orlop.cli.render import FINDINGS, AsJson, print_findings, print_json, print_table, progress
+from orlop.cli.render import FINDINGS, AsJson, print_findings, print_json, print_table, progress, say
+from orlop.wording import counted
 
 if TYPE_CHECKING:
     from orlop.tools.diff import DiffResult
@@ -39,9 +40,9 @@ def diff(
     with progress("diff") as show:
         result = diff_checkpoints(a, b, exact=exact, on_leaf=show)
     if as_json:
-        print_json(_as_plain(result))
+        print_json({"a": a, "b": b, **_as_plain(result)})
     else:
-        _print(result)
+        _print(result, a, b)
     if not result.is_same:
         raise typer.Exit(FINDINGS)
 
@@ -58,13 +59,16 @@ def _as_plain(result: DiffResult) -> dict[str, object]:
     }
 
 
-def _print(result: DiffResult) -> None:
+def _print(result: DiffResult, a: str, b: str) -> None:
+    common = counted(result.num_compared, "common leaf is", "common leaves are")
     verdict = "the same" if result.is_same else "different"
-    typer.secho(
-        f"{verdict}: {result.num_identical} of {result.num_compared} common leaves are identical bit for bit",
+    say(
+        f"{verdict}: {result.num_identical:,} of {common} identical bit for bit",
         fg="green" if result.is_same else "red",
         bold=True,
     )
+    if not result.is_same:
+        say(f"  A: {a}\n  B: {b}")
     print_findings(
         [finding for finding in result.findings if finding.where not in {v.leaf for v in result.values}]
     )
@@ -82,9 +86,9 @@ def _print(result: DiffResult) -> None:
         )
         for each in ordered[:_SHOWN]
     ]
-    print_table(("leaf", "differ", "max abs", "max rel", "max ulp", "first"), table, right=(2, 3, 4))
+    print_table(("leaf", "differ", "max abs", "max rel", "max ulp", "first: A and B"), table, right=(2, 3, 4))
     if len(ordered) > _SHOWN:
-        typer.echo(f"and {len(ordered) - _SHOWN} more; --json has all of them")
+        say(f"and {len(ordered) - _SHOWN} more; --json has all of them")
 
 
 def _number(value: object) -> str:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orlop.cli.render import FINDINGS, AsJson, counted, print_json, print_table, size_text
+from orlop.cli.render import FINDINGS, AsJson, one_line, print_json, print_table, say, size_text
+from orlop.wording import counted
 
 if TYPE_CHECKING:
     from orlop.tools.opened import Opened
     from orlop.tools.overview import LeafRow
+    from orlop.tools.param_groups import Unread
 
 _SHOWN = 5
 
@@ -52,14 +54,17 @@ def inspect(
 
     opened = Opened(_chosen(checkpoint))
     rows = overview.leaves(opened.catalog, pattern or None)
+    unread: Unread = {}
     if as_json:
-        print_json(_inspected(opened, rows))
-    elif rows:
+        print_json(_inspected(opened, rows, unread))
+    elif rows or not pattern:
         shown = [name for name, wanted in zip(_VIEWS, (groups, files, tree, tensors)) if wanted]
         for name in shown or (["tensors"] if pattern else ["summary"]):
-            _VIEWS[name](opened, rows)
+            _VIEWS[name](opened, rows, unread)
+    for error in unread.values():
+        raise error  # all else was shown
     if pattern and not rows:
-        typer.secho(f"no leaf matches {pattern!r}", err=True, fg="red")
+        say(f"no leaf matches {pattern!r}", err=True, fg="red")
         raise typer.Exit(FINDINGS)
 
 
@@ -73,13 +78,13 @@ def _chosen(path: str) -> str:
     newest = next((each for each in reversed(found) if each.fault is None), None)
     if newest is None:
         return path  # opening it will say what there is
-    typer.echo(
+    say(
         f"{path} is a run with {counted(len(found), 'checkpoint')}; this is its newest complete one", err=True
     )
     return str(newest.path)
 
 
-def _inspected(opened: Opened, rows: list[LeafRow]) -> dict[str, Any]:
+def _inspected(opened: Opened, rows: list[LeafRow], unread: Unread) -> dict[str, Any]:
     from orlop.tools import overview, param_groups
     from orlop.tools.leaf_names import optimizer_names
 
@@ -91,41 +96,41 @@ def _inspected(opened: Opened, rows: list[LeafRow]) -> dict[str, Any]:
         else manifest.model_dump(mode="json", exclude={"files", "digests"}),
         "dcp_version": opened.catalog.version,
         "parts": [asdict(part) for part in overview.parts(rows, optimizer_names(opened.catalog.leaves))],
-        "absent": param_groups.absent(opened),
-        "groups": [asdict(group) for group in param_groups.groups(opened)],
+        "absent": param_groups.absent(opened, unread),
+        "groups": [asdict(group) for group in param_groups.groups(opened, unread=unread)],
         "files": [asdict(row) for row in overview.files(opened)],
         "leaves": [asdict(row) for row in rows],
+        "unread": {leaf: one_line(error) for leaf, error in unread.items()},
     }
 
 
-def _print_summary(opened: Opened, rows: list[LeafRow]) -> None:
+def _print_summary(opened: Opened, rows: list[LeafRow], unread: Unread) -> None:
     from orlop.tools import overview, param_groups
     from orlop.tools.leaf_names import optimizer_names
 
-    typer.secho(str(opened.location), bold=True)
+    say(str(opened.location), bold=True)
     manifest = opened.manifest
     if manifest is None:
-        typer.echo("  written by torch.distributed.checkpoint (there is no orlop.json)")
+        say("  written by torch.distributed.checkpoint (there is no orlop.json)")
     else:
         step = "-" if manifest.step is None else manifest.step
-        typer.echo(
+        say(
             f"  step {step}, written {manifest.created:%Y-%m-%d %H:%M:%S} UTC by orlop {manifest.orlop_version} and "
             f"torch {manifest.torch_version} on {counted(manifest.world_size, 'rank')}"
         )
         for name, class_name in manifest.optimizer_classes.items():
-            typer.echo(f"  {name}: {class_name}")
+            say(f"  {name}: {class_name}")
     table = [
         (part.part, part.num_leaves, f"{part.num_elements:,}", size_text(part.nbytes))
         for part in overview.parts(rows, optimizer_names(opened.catalog.leaves))
     ]
     print_table(("part", "leaves", "elements", "size"), table, right=(1, 2, 3))
-    # Last: where there is no manifest it reads param groups, and a data file may be gone.
-    for name, params in param_groups.absent(opened).items():
+    for name, params in param_groups.absent(opened, unread).items():
         shown = ", ".join(params[:_SHOWN]) + (", ..." if len(params) > _SHOWN else "")
-        typer.echo(f"{name}: no state yet for {counted(len(params), 'parameter')}: {shown}")
+        say(f"{name}: no state yet for {counted(len(params), 'parameter')}: {shown}")
 
 
-def _print_leaves(opened: Opened, rows: list[LeafRow]) -> None:
+def _print_leaves(opened: Opened, rows: list[LeafRow], unread: Unread) -> None:
     table = [
         (
             row.leaf,
@@ -143,7 +148,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _print_tree(opened: Opened, rows: list[LeafRow]) -> None:
+def _print_tree(opened: Opened, rows: list[LeafRow], unread: Unread) -> None:
     """Inner names with the totals below them; a chain of single names stands on one line."""
     tree: dict[str, Any] = {}
     for row in rows:
@@ -162,30 +167,30 @@ def _print_node(node: dict[str, Any], depth: int) -> None:
             name, below = next(iter(below.items()))
             title += name
         if isinstance(below, dict):
-            typer.echo(f"{'  ' * depth}{title.removesuffix('.')}  ({size_text(_total(below))})")
+            say(f"{'  ' * depth}{title.removesuffix('.')}  ({size_text(_total(below))})")
             _print_node(below, depth + 1)
         else:
             kind = f"{below.dtype} {_shape(below.shape)}" if below.dtype else "data"
-            typer.echo(f"{'  ' * depth}{title}  {kind}, {size_text(below.nbytes)}")
+            say(f"{'  ' * depth}{title}  {kind}, {size_text(below.nbytes)}")
 
 
 def _total(node: Any) -> int:
     return sum(map(_total, node.values())) if isinstance(node, dict) else int(node.nbytes)
 
 
-def _print_groups(opened: Opened, rows: list[LeafRow]) -> None:
+def _print_groups(opened: Opened, rows: list[LeafRow], unread: Unread) -> None:
     from orlop.tools import param_groups
 
-    for group in param_groups.groups(opened):
+    for group in param_groups.groups(opened, unread=unread):
         count = counted(len(group.params), "parameter")
-        typer.secho(f"{group.optimizer}, group {group.index}: {count}", bold=True)
+        say(f"{group.optimizer}, group {group.index}: {count}", bold=True)
         for key, value in sorted(group.options.items()):
-            typer.echo(f"  {key} = {value}")
+            say(f"  {key} = {value}")
         for param in group.params:
-            typer.echo(f"    {param}")
+            say(f"    {param}")
 
 
-def _print_files(opened: Opened, rows: list[LeafRow]) -> None:
+def _print_files(opened: Opened, rows: list[LeafRow], unread: Unread) -> None:
     from orlop.tools import overview
 
     table = [
@@ -195,7 +200,7 @@ def _print_files(opened: Opened, rows: list[LeafRow]) -> None:
     print_table(("file", "size", "records", "indexed"), table, right=(1, 2))
 
 
-_VIEWS: dict[str, Callable[[Opened, list[LeafRow]], None]] = {
+_VIEWS: dict[str, Callable[[Opened, list[LeafRow], Unread], None]] = {
     "groups": _print_groups,
     "files": _print_files,
     "tree": _print_tree,

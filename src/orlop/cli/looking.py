@@ -10,13 +10,14 @@ import typer
 from orlop.cli.render import (
     FINDINGS,
     AsJson,
-    counted,
     print_findings,
     print_json,
     print_table,
     progress,
+    say,
     size_text,
 )
+from orlop.wording import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -148,12 +149,13 @@ def _result_as_plain(result: CheckResult) -> dict[str, Any]:
 def _print_result(result: CheckResult) -> None:
     faults = sum(finding.is_fault for finding in result.findings)
     verdict = counted(faults, "finding") if faults else "sound"
-    typer.secho(f"{result.path}: {verdict}", fg="red" if faults else "green", bold=True)
+    say(f"{result.path}: {verdict}", fg="red" if faults else "green", bold=True)
     speed = result.bytes_read / max(result.seconds, 1e-9) / 1e9
     covered = 100 * result.bytes_checked / result.bytes_read if result.bytes_read else 100.0
+    leaves = counted(result.num_leaves, "leaf", "leaves")
     records, read = counted(result.num_records, "record"), size_text(result.bytes_read)
-    typer.echo(
-        f"  {result.num_leaves:,} leaves in {records}; {read} read, "
+    say(
+        f"  {leaves} in {records}; {read} read, "
         f"{covered:.4g} % of it against checksums; {result.seconds:.2f} s, {speed:.2f} GB/s"
     )
     print_findings(result.findings)

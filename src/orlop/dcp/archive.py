@@ -15,6 +15,7 @@ from orlop.dcp.checksums import crc32
 from orlop.dcp.description import Unusual, described
 from orlop.dcp.dtypes import ITEM_BYTES
 from orlop.errors import CheckpointCorrupt
+from orlop.wording import counted
 
 __all__ = ["Member", "TensorRecord", "Unusual", "content_at", "locate_tensor", "raw_at", "read_directory"]
 
@@ -99,7 +100,7 @@ def locate_tensor(read: ReadAt, nbytes: int, where: str) -> TensorRecord:
         raise CheckpointCorrupt("a record describes a storage that it does not hold", where=where, found=key)
     expected = math.prod(sizes) * ITEM_BYTES[dtype]
     if storage.nbytes != expected:
-        raise Unusual(f"its storage has {storage.nbytes} bytes, the tensor {expected}")
+        raise Unusual(f"its storage has {counted(storage.nbytes, 'byte')}, the tensor {expected}")
     data_at = content_at(read, storage, storages[0], nbytes, where)
     return TensorRecord(data_at=data_at, nbytes=expected, crc=storage.crc, dtype=dtype, sizes=sizes)
 
@@ -159,7 +160,9 @@ def _directory_span(tail: bytes, tail_at: int, nbytes: int, where: str) -> tuple
         raise CheckpointCorrupt("a record's zip directory is damaged", where=where)
     if size > _MOST_DIRECTORY_BYTES or at + size != end or count * _ENTRY.size > size:
         raise CheckpointCorrupt(
-            "a record's zip directory lies outside it", where=where, found=f"{size} bytes at {at} of {nbytes}"
+            "a record's zip directory lies outside it",
+            where=where,
+            found=f"{counted(size, 'byte')} at {at} of {nbytes}",
         )
     return at, size, count
 
@@ -254,7 +257,7 @@ def _adds_up(extra: bytes, nbytes: int) -> bool:
 def _content(read: ReadAt, member: Member, name: str, nbytes: int, where: str) -> bytes:
     """A small file's bytes, checked."""
     if member.nbytes > _MOST_DESCRIPTION_BYTES:
-        raise Unusual(f"its {name} has {member.nbytes} bytes")
+        raise Unusual(f"its {name} has {counted(member.nbytes, 'byte')}")
     content = read(content_at(read, member, name, nbytes, where), member.nbytes)
     if len(content) != member.nbytes or (member.crc and crc32(content) != member.crc):
         raise CheckpointCorrupt("the checksum of a record's description differs", where=f"{where}: {name}")

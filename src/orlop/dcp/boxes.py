@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from orlop.wording import counted
+
 __all__ = ["Box", "Piece", "TilingFault", "is_run", "overlap", "pieces", "row_major", "tiling_fault"]
 
 # A tensor that is cut along more axes than this is none that any training framework shards.
@@ -68,14 +70,16 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> TilingFault | No
         return None
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
-            return TilingFault("outside", f"a chunk has {len(box.sizes)} axes, the tensor {len(shape)}")
+            return TilingFault(
+                "outside", f"a chunk has {counted(len(box.sizes), 'axis', 'axes')}, the tensor {len(shape)}"
+            )
         for offset, size, extent in zip(box.offsets, box.sizes, shape):
             if offset < 0 or size < 0 or offset + size > extent:
                 return TilingFault("outside", f"the chunk at {box.offsets} of {box.sizes} leaves {shape}")
     filled = [box for box in boxes if box.volume]
     total, held = math.prod(shape), sum(box.volume for box in filled)
     if held < total:
-        return TilingFault("gap", f"files hold {held:,} of its {total:,} elements")
+        return TilingFault("gap", f"files hold {held:,} of its {counted(total, 'element')}")
     if not total or (len(filled) == 1 and held == total):
         return None
     cut = [axis for axis, extent in enumerate(shape) if any(box.sizes[axis] != extent for box in filled)]

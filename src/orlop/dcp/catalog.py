@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from orlop.dcp.boxes import Box, tiling_fault
 from orlop.dcp.dtypes import ITEM_BYTES, OTHER_DTYPES
 from orlop.errors import CheckpointCorrupt
+from orlop.wording import counted
 
 __all__ = ["Catalog", "Extent", "Index", "Rules", "TensorEntry", "from_json", "require_safe_name", "to_json"]
 
@@ -133,7 +134,7 @@ class Rules:
             self.refuse(f"{leaf!r} is larger than any memory", sizes)
         fault = tiling_fault(sizes, chunks)
         if fault is not None and fault.kind != "gap":
-            self.refuse(f"the chunks of {leaf!r}: {fault.text}", f"{len(chunks)} chunks")
+            self.refuse(f"the chunks of {leaf!r}: {fault.text}", counted(len(chunks), "chunk"))
         gap = fault.text if fault is not None else ""
         return TensorEntry(
             dtype=dtype, sizes=sizes, chunks=tuple(chunks), gap=gap, requires_grad=requires_grad

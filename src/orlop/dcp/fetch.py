@@ -21,6 +21,7 @@ from orlop.dcp.memory import is_plain, memory_of
 from orlop.dcp.source import Source
 from orlop.errors import CheckpointCorrupt
 from orlop.store.directory import RangedData
+from orlop.wording import counted
 
 __all__ = ["Fetch", "Job", "Scratch", "Tally", "check_whole", "jobs_of", "run_job"]
 
@@ -156,8 +157,8 @@ def run_job(job: Job, file: RangedData, scratch: Scratch, tally: Tally) -> None:
         raise CheckpointCorrupt(
             "a file ends early",
             where=source.where,
-            expected=f"at least {source.at + stop:,} bytes",
-            found=f"{file.size:,} bytes",
+            expected="at least " + counted(source.at + stop, "byte"),
+            found=counted(file.size, "byte"),
         )
     tally.read += stop - start
     if source.block_crcs is not None:

@@ -19,6 +19,7 @@ from orlop.dcp.dtypes import ITEM_BYTES
 from orlop.errors import CheckpointCorrupt, CheckpointError
 from orlop.store.sealed import seal, unseal
 from orlop.version import __version__
+from orlop.wording import counted
 
 __all__ = ["FileIndex", "IndexRecord", "index_name", "parse_index", "render_index", "unseal_as"]
 
@@ -197,7 +198,7 @@ def _record(line: dict[str, Any], file_bytes: int) -> IndexRecord:
         offsets, sizes = (tuple(_count(number) for number in numbers) for numbers in box)
         region = Box(offsets, sizes)
     if dtype is not None and (region is None or data[1] != region.volume * ITEM_BYTES[dtype]):
-        raise ValueError(f"{leaf!r} of {dtype!r} in {box!r} has {data[1]} bytes")
+        raise ValueError(f"{leaf!r} of {dtype!r} in {box!r} has {counted(data[1], 'byte')}")
     # Base64 writes 4 characters for each 3 bytes.
     blocks = math.ceil(data[1] / BLOCK_BYTES)
     if len(checksums) != 4 * math.ceil(4 * blocks / 3):

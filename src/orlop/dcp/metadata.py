@@ -12,6 +12,7 @@ from orlop.dcp.boxes import Box
 from orlop.dcp.catalog import Catalog, Extent, Index, Rules, TensorEntry
 from orlop.dcp.dtypes import ITEM_BYTES, OTHER_DTYPES
 from orlop.dcp.pickled import Data, Global, read_pickle
+from orlop.wording import counted
 
 __all__ = ["ALLOWED", "parse_metadata"]
 
@@ -54,7 +55,7 @@ def parse_metadata(data: bytes, where: str) -> Catalog:
     """
     rules = Rules(where, budget=len(data))
     if len(data) > _MOST_BYTES:
-        rules.refuse("it is too large", f"{len(data):,} bytes")
+        rules.refuse("it is too large", counted(len(data), "byte"))
     return _Parser(rules).parse(read_pickle(data, ALLOWED, where))
 
 

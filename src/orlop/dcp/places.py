@@ -87,7 +87,8 @@ def no_checkpoint(location: Path | Url) -> CheckpointNotFound:
         return CheckpointNotFound(
             "this is a run's directory, not one checkpoint",
             where=str(location),
-            found="steps " + _listed([str(each.step) for each in reversed(steps)]),
+            found=("step " if len(steps) == 1 else "steps ")
+            + _listed([str(each.step) for each in reversed(steps)]),
             todo=f"give one of them, such as {newest.path}",
         )
     return _nothing(location)

@@ -27,6 +27,7 @@ from orlop.dcp.standard import dtype_name
 from orlop.dcp.transfer import ReadReport
 from orlop.errors import CheckpointCorrupt, CheckpointIncomplete
 from orlop.store.directory import RangedData
+from orlop.wording import counted
 
 __all__ = ["Records"]
 
@@ -115,8 +116,8 @@ class Records:
                 raise CheckpointCorrupt(
                     "a file is too short for what it should hold",
                     where=f"{leaf} in {self._directory.path_of(path)}",
-                    expected=f"at least {end:,} bytes",
-                    found=f"{size:,} bytes",
+                    expected="at least " + counted(end, "byte"),
+                    found=counted(size, "byte"),
                 )
 
     def open_file(self, path: str) -> RangedData:
@@ -138,8 +139,8 @@ class Records:
             raise CheckpointCorrupt(
                 "a data file has not the size that was written",
                 where=self._directory.path_of(path),
-                expected=f"{expected:,} bytes",
-                found=f"{size:,} bytes",
+                expected=counted(expected, "byte"),
+                found=counted(size, "byte"),
             )
         return file
 
@@ -212,7 +213,7 @@ class Records:
         where = self._where(index.fqn, extent)
         content = self._read_at(extent, 0, extent.nbytes)
         if len(content) != extent.nbytes:
-            raise CheckpointCorrupt("a file ends early", where=where, expected=f"{extent.nbytes:,} bytes")
+            raise CheckpointCorrupt("a file ends early", where=where, expected=counted(extent.nbytes, "byte"))
         report.bytes_needed += len(content)
         report.bytes_read += len(content)
         unchecked: str | None = None

@@ -15,6 +15,7 @@ from orlop.dcp.boxes import Box
 from orlop.dcp.catalog import Extent
 from orlop.dcp.index import FileIndex, IndexRecord
 from orlop.errors import CheckpointCorrupt
+from orlop.wording import counted
 
 __all__ = ["Source", "find_record", "from_index", "from_record"]
 
@@ -70,8 +71,10 @@ def find_record(
         raise CheckpointCorrupt(
             "index and metadata contradict each other",
             where=where,
-            expected=f"{extent.nbytes} bytes at {extent.offset}",
-            found="no such record" if record is None else f"{record.record[1]} bytes of {record.leaf}",
+            expected=f"{counted(extent.nbytes, 'byte')} at {extent.offset}",
+            found="no such record"
+            if record is None
+            else f"{counted(record.record[1], 'byte')} of {record.leaf}",
             todo="if another program has rewritten this checkpoint, remove its *.index.json and metadata.json",
         )
     return record

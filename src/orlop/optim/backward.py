@@ -19,6 +19,7 @@ from torch import Tensor
 from orlop.optim.pipeline import Tour
 from orlop.optim.resident import Resident
 from orlop.optim.stepper import Snapshot, Stepper, split_by_device, waits_for
+from orlop.wording import counted
 
 
 class BackwardSteps:
@@ -107,8 +108,9 @@ class BackwardSteps:
             self._begin()
         count = self._count[param] = self._count.get(param, 0) + 1
         if count > self._num_passes:
+            passes = counted(self._num_passes, "backward pass", "backward passes")
             raise RuntimeError(
-                f"a step is due: a gradient arrived after the {self._num_passes} backward pass(es) of this step. Call "
+                f"a step is due: a gradient arrived after {passes} of this step. Call "
                 "step() after them, or give step_in_backward the number of passes per step"
             )
         if count < self._num_passes:

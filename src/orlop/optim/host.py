@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orlop.errors import HostMemoryError
+from orlop.wording import counted
 
 logger = logging.getLogger("orlop")
 
@@ -85,7 +86,7 @@ def require_host_memory(nbytes: int, num_local_ranks: int, memory: HostMemory) -
         return
     raise HostMemoryError(
         "the optimizer state does not fit into this host's memory; nothing was allocated",
-        where=f"{num_local_ranks} rank(s) on this host",
+        where=counted(num_local_ranks, "rank") + " on this host",
         expected=f"{_gib(nbytes)} per rank, {_gib(nbytes * num_local_ranks)} for the host",
         found=f"{_gib(free)} free (available {_gib(memory.available_bytes)}, cgroup {_gib(memory.cgroup_bytes)})",
         todo="shard over more hosts, run fewer ranks per host, or raise the container's memory limit",

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from orlop.errors import CheckpointMismatch, OrlopError
 from orlop.state.rng import RngState
+from orlop.wording import counted
 
 _log = logging.getLogger("orlop")
 
@@ -187,7 +188,7 @@ def _keeps_position(data: object) -> bool:
 
 
 def _at_least(batches: int, epoch: int) -> str:
-    return f"at least {batches} batches in epoch {epoch}"
+    return f"at least {counted(batches, 'batch', 'batches')} in epoch {epoch}"
 
 
 def _mismatch(expected: str, found: str) -> CheckpointMismatch:

@@ -14,6 +14,7 @@ from torch import Tensor
 from orlop import compat
 from orlop.errors import CheckpointMismatch
 from orlop.state.report import GroupDifference
+from orlop.wording import counted
 
 __all__ = [
     "LIVE_FLAGS",
@@ -209,7 +210,7 @@ def _in_saved_order(
                 "the flattened layout keeps values by parameter, and groups were cut otherwise when saved",
                 where=prefix.rstrip("."),
                 expected=f"a group of {', '.join(group['params'])}",
-                found=f"{len(begins)} of the saved groups begin in it; they begin with "
+                found=f"{counted(len(begins), 'saved group begins', 'saved groups begin')} in it; they all begin with "
                 f"{', '.join(names[0] for names in firsts)}",
             )
         placed[begins[0]] = group

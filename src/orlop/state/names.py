@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from orlop.errors import CheckpointMismatch, ParameterReplaced
+from orlop.wording import counted
 
 __all__ = ["ParameterNames", "clean_key", "group_names", "require_all_named", "walk"]
 
@@ -122,7 +123,7 @@ def require_all_named(names: ParameterNames, optimizers: Mapping[str, Optimizer]
         if strangers:
             more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
             raise ParameterReplaced(
-                f"the optimizer holds {len(strangers)} parameters that are not in the model",
+                f"the optimizer holds {counted(len(strangers), 'parameter')} missing in the model",
                 where=f"{label}: {'; '.join(strangers[:_SHOWN])}{more}",
                 expected="the model's own parameter objects",
                 found="others: the model's were replaced (moved, wrapped, sharded) after the optimizer was built",

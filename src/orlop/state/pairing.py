@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from orlop.state.policy import LoadPolicy
 from orlop.state.report import Finding, Verdict
+from orlop.wording import counted
 
 __all__ = ["Pairing", "pair_groups"]
 
@@ -98,5 +99,5 @@ def _listed(names: Sequence[str], count: int) -> str:
 def _table(groups: Sequence[Sequence[str]]) -> str:
     rows = []
     for index, names in enumerate(groups):
-        rows.append(f"\n        group {index}: {len(names)} parameters: {_listed(names, _SHOWN)}")
+        rows.append(f"\n        group {index}: {counted(len(names), 'parameter')}: {_listed(names, _SHOWN)}")
     return "".join(rows) or " none"

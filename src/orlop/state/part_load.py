@@ -20,6 +20,7 @@ from orlop.state.parts import Live, is_per_rank, plain_parts
 from orlop.state.policy import OWN_PARTS, Options
 from orlop.state.report import Finding, Verdict
 from orlop.store.manifest import Manifest
+from orlop.wording import counted
 
 __all__ = ["PartsLoad"]
 
@@ -116,14 +117,18 @@ class PartsLoad:
         skipped = _names(strange, prefix).keys() & self.options.policy.skip_parts
         apart = Counter(key.split(".")[0] for key in strange if not key.startswith(prefix))
         return [self._skipped(name) for name in sorted(skipped)] + [
-            Finding(verdict="ignored", leaf=name, detail=f"{count} leaves under another key prefix")
+            Finding(
+                verdict="ignored",
+                leaf=name,
+                detail=f"{counted(count, 'leaf', 'leaves')} under another key prefix",
+            )
             for name, count in sorted(apart.items())
         ]
 
     def _skipped(self, name: str) -> Finding:
         leaf = f"{self.options.key_prefix}{name}"
         slots, _ = part_slots(leaf, self.stored)
-        whose = f"; it was saved for each of {len(slots)} ranks" if slots else ""
+        whose = f"; it was saved for each of {counted(len(slots), 'rank')}" if slots else ""
         detail = f"skipped, as the policy says: the live one stays{whose}"
         return Finding(verdict="skipped" if name in self.live else "ignored", leaf=leaf, detail=detail)
 
@@ -159,7 +164,7 @@ class PartsLoad:
             is_missed = self.options.is_auto or (trains and any(key.startswith(state) for key in strange))
             refused = is_missed and not self.options.policy.allow_unexpected
             verdict: Verdict = "unexpected part" if refused else "ignored"
-            detail = f"{counts[name]} leaves of a part that is not here"
+            detail = f"{counted(counts[name], 'leaf', 'leaves')} of a part that is not here"
             findings.append(Finding(verdict=verdict, leaf=name, detail=detail))
         return findings
 
@@ -198,7 +203,9 @@ def _find(
     if not slots and not (others and per_rank and ranks.world_size > 1):
         return others, ""
     if len(slots) != ranks.world_size:
-        was = f"for each of {len(slots)} ranks" if slots else "once, by one of the ranks or for all"
-        is_now = "is 1 rank" if ranks.world_size == 1 else f"are {ranks.world_size} ranks"
+        was = (
+            f"for each of {counted(len(slots), 'rank')}" if slots else "once, by one of the ranks or for all"
+        )
+        is_now = ("is " if ranks.world_size == 1 else "are ") + counted(ranks.world_size, "rank")
         return (), f"it was saved {was}, and there {is_now} now"
     return (f"{base}.rank_{ranks.rank}",), ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from orlop.errors import CheckpointIncomplete, CheckpointMismatch
+from orlop.wording import counted
 
 __all__ = [
     "Fact",
@@ -189,7 +190,7 @@ class LoadReport:
         for leaves, what in ((self.unchecked, "not checked"), (self.fallbacks, "by torch's loader")):
             if leaves:
                 leaf, reason = next(iter(leaves.items()))
-                lines.append(f"  {what}: {len(leaves)} leaves, such as {leaf}: {reason}")
+                lines.append(f"  {what}: {counted(len(leaves), 'leaf', 'leaves')}, such as {leaf}: {reason}")
         for verdict, count in self.counts.items():
             lines.append(f"  {verdict:<11}{count:>7}")
             if verdict != "loaded":

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from orlop.errors import CheckpointMismatch
 from orlop.state.groups import LIVE_FLAGS, text_of
 from orlop.state.plain import digest, plain
+from orlop.wording import counted
 
 __all__ = ["require_equal_values", "shared_values", "union_groups"]
 
@@ -36,7 +37,7 @@ def union_groups(everyone: Sequence[Mapping[str, list[list[str]]]]) -> dict[str,
                 raise CheckpointMismatch(
                     "ranks have different numbers of param groups",
                     where=f"{label}, rank {rank}",
-                    expected=f"{len(known)} groups",
+                    expected=counted(len(known), "group"),
                     found=f"{len(groups)}",
                 )
             for index, names in enumerate(groups):

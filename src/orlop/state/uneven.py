@@ -13,6 +13,7 @@ from orlop.dcp.boxes import Box
 from orlop.errors import CheckpointMismatch
 from orlop.ranks import Ranks
 from orlop.store.manifest import StateKeys, UnevenState
+from orlop.wording import counted
 
 __all__ = [
     "Fate",
@@ -209,7 +210,7 @@ def decide_uneven(recorded: UnevenState, live: Holding, ranks: Ranks, merge: boo
     more = "; …" if len(recorded.ranks) > _SHOWN else ""
     return Fate(
         fault=f"saved with a different one per rank ({each}{more}) on {recorded.layout or 'plain tensors'}, and it is "
-        f"on {ranks.world_size} ranks, {live.layout or 'a plain tensor'} now"
+        f"on {counted(ranks.world_size, 'rank')}, {live.layout or 'a plain tensor'} now"
     )
 
 

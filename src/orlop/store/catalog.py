@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from orlop.wording import counted
+
 METADATA_NAME = ".metadata"  # DCP writes it last, so it stands for "DCP has finished"
 
 Kind = Literal["partial", "retired", "reading"]
@@ -103,5 +105,5 @@ def why_incomplete(present: Mapping[str, int], listed: Mapping[str, int] | None)
         if name not in present:
             return f"{name} is missing"
         if present[name] != size:
-            return f"{name} has {present[name]:,} bytes instead of {size:,}"
+            return f"{name} has {counted(present[name], 'byte')} instead of {size:,}"
     return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from orlop.store.operations import Observer as Observer
-from orlop.store.operations import Operation, perform
+from orlop.store.operations import Operation, naming, perform
 from orlop.store.operations import observed as observed
 
 # What a file system that can't fsync a directory answers (some FUSE and network mounts); they give no
@@ -180,9 +180,10 @@ class RangedFile:
     def read(self, offset: int, nbytes: int) -> bytes:
         """Bytes from `offset` on; fewer than `nbytes` only where the file ends."""
         parts = []
-        while nbytes > 0 and (part := os.pread(self._descriptor, nbytes, offset)):
-            parts.append(part)
-            offset, nbytes = offset + len(part), nbytes - len(part)
+        with naming(self.path):
+            while nbytes > 0 and (part := os.pread(self._descriptor, nbytes, offset)):
+                parts.append(part)
+                offset, nbytes = offset + len(part), nbytes - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_into(self, offset: int, buffers: list[memoryview]) -> int:
@@ -193,12 +194,13 @@ class RangedFile:
         """
         total = 0
         rest = [buffer for buffer in buffers if len(buffer)]
-        while rest and (taken := os.preadv(self._descriptor, rest, offset + total)):
-            total += taken
-            while rest and taken >= len(rest[0]):
-                taken -= len(rest.pop(0))
-            if taken:
-                rest[0] = rest[0][taken:]
+        with naming(self.path):
+            while rest and (taken := os.preadv(self._descriptor, rest, offset + total)):
+                total += taken
+                while rest and taken >= len(rest[0]):
+                    taken -= len(rest.pop(0))
+                if taken:
+                    rest[0] = rest[0][taken:]
         return total
 
     def expect_all(self) -> None:

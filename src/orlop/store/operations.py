@@ -61,6 +61,17 @@ def perform(operation: Operation, act: Callable[[int | None], T]) -> T:
     while True:
         try:
             limits = [limit for observer in tuple(_observers) if (limit := observer(operation)) is not None]
-            return act(min(limits, default=None))
+            with naming(operation.path):
+                return act(min(limits, default=None))
         except InterruptedError:
             continue
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What the system says of an open file (a disk that fails, or is full) doesn't name it; this adds its name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -20,6 +20,7 @@ from pathlib import Path
 from orlop.errors import CheckpointExists, RootNotShared, StorageFull
 from orlop.store import files, owned
 from orlop.store.manifest import MANIFEST_NAME
+from orlop.wording import counted
 
 # How long another node's client may show an old listing of a directory (NFS: 60 s by default).
 VISIBLE_SECONDS = 65.0
@@ -81,8 +82,8 @@ def require_space(directory: Path, needed: int) -> None:
         raise StorageFull(
             "There is not enough space for the checkpoint.",
             where=str(directory),
-            expected=f"{needed + _SLACK_BYTES:,} bytes free",
-            found=f"{free:,} bytes free",
+            expected=counted(needed + _SLACK_BYTES, "byte") + " free",
+            found=counted(free, "byte") + " free",
             todo="make room, or keep fewer checkpoints; none was removed",
         )
 

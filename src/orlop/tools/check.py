@@ -26,6 +26,7 @@ from orlop.tools.key_rules import check_names
 from orlop.tools.leaf_names import optimizer_names
 from orlop.tools.opened import Opened
 from orlop.tools.record_check import Outcome, RecordJob, check_record
+from orlop.wording import counted
 
 if TYPE_CHECKING:
     from orlop.store.objects import Url
@@ -151,15 +152,15 @@ def _check_files(opened: Opened, manifest: Manifest) -> Iterator[Finding]:
         there = opened.sizes.get(name)
         if there is None:
             yield Finding(
-                kind="incomplete", where=name, what="a file is missing", expected=f"{nbytes:,} bytes"
+                kind="incomplete", where=name, what="a file is missing", expected=counted(nbytes, "byte")
             )
         elif there != nbytes:
             yield Finding(
                 kind="incomplete" if there < nbytes else "corrupt",
                 where=name,
                 what="a file has not the size that was written",
-                expected=f"{nbytes:,} bytes",
-                found=f"{there:,} bytes",
+                expected=counted(nbytes, "byte"),
+                found=counted(there, "byte"),
             )
     for name in sorted(opened.sizes.keys() - manifest.files.keys() - {MANIFEST_NAME}):
         if not name.endswith(".index.json"):  # `convert --in-place-index` adds these later
@@ -287,8 +288,8 @@ def _wrong_size(path: str, expected: int, found: int) -> Finding:
         kind="corrupt",
         where=path,
         what="a data file has not the size that was written",
-        expected=f"{expected:,} bytes",
-        found=f"{found:,} bytes",
+        expected=counted(expected, "byte"),
+        found=counted(found, "byte"),
     )
 
 

@@ -1,8 +1,8 @@
 """`convert`: a checkpoint as safetensors, as a file for `torch.load`, or as a new DCP checkpoint.
 
-Owns which leaves are taken, in which dtype, and that the result appears whole or not at all. The formats are
-`safetensors`', `torch_file`'s and `rewrite`'s. Needs torch; holds one region of a tensor at a time (for DCP one chunk,
-of 256 MiB at most).
+Owns that the result appears whole or not at all. Which leaves are taken, and in which dtype, is `selection`'s; the
+formats are `safetensors`', `torch_file`'s and `rewrite`'s. Needs torch; holds one region of a tensor at a time (for
+DCP one chunk, of 256 MiB at most).
 """
 
 from __future__ import annotations
@@ -18,54 +18,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from orlop.dcp.catalog import TensorEntry
 from orlop.dcp.memory import memory_of
-from orlop.errors import CheckpointExists, CheckpointIncomplete, CheckpointMismatch, CheckpointNotFound
+from orlop.errors import (
+    CheckpointExists,
+    CheckpointIncomplete,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    StorageRefused,
+)
 from orlop.store import files, publish
 from orlop.store.objects import Url, locate
 from orlop.tools import overview, rewrite
-from orlop.tools.leaf_names import optimizer_names, split_state
+from orlop.tools.leaf_names import optimizer_names
 from orlop.tools.nesting import nested
 from orlop.tools.opened import Opened
 from orlop.tools.safetensors import DTYPES, Planned, plan_files, render_header, render_index
+from orlop.tools.selection import Selection, dtype_named
 from orlop.tools.stored_values import StoredValues, regions
 from orlop.tools.torch_file import StreamedTensor, write_torch_file
+from orlop.wording import counted
 
-__all__ = ["Converted", "Format", "Selection", "convert"]
+__all__ = ["Converted", "Format", "convert"]
 
 Format = Literal["safetensors", "torch", "dcp"]
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _INDEX_NAME = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Which leaves are converted, and how.
-
-    Attributes:
-        only: Parts (`model`, `optimizer`, ...) that are taken; all when it is empty.
-        dtype: Torch's name of the dtype that floating-point tensors of the model get; None leaves them as they are.
-        cast_moments: Whether optimizer state is cast as well.
-    """
-
-    only: tuple[str, ...] = ()
-    dtype: str | None = None
-    cast_moments: bool = False
-
-    def takes(self, leaf: str) -> bool:
-        """Whether the leaf belongs to a chosen part."""
-        return not self.only or any(leaf == part or leaf.startswith(f"{part}.") for part in self.only)
-
-    def dtype_of(self, leaf: str, entry: TensorEntry, optimizers: set[str]) -> str:
-        """The dtype that a tensor is written in."""
-        if self.dtype is None or not getattr(torch, entry.dtype).is_floating_point:
-            return entry.dtype
-        # A step counter or a learning rate is no moment: in 8 mantissa bits it would be another number.
-        state = split_state(leaf, optimizers)
-        is_moment = state is not None and state[2] != "step"
-        if leaf.startswith("model.") or (self.cast_moments and is_moment):
-            return self.dtype
-        return entry.dtype
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,6 +89,8 @@ def convert(
 
     Raises:
         CheckpointExists: `out` is there.
+        StorageRefused: `out` would be below a file.
+        CheckpointNotFound: There is no checkpoint, or nothing of these parts in it.
         CheckpointMismatch: A dtype is unknown, or the format has none for a tensor.
         CheckpointIncomplete: A region of a tensor is in no file; nothing was written.
         CheckpointError: The checkpoint can't be read; nothing is left behind.
@@ -123,19 +101,20 @@ def convert(
             "a conversion is written to this machine", where=str(out), todo="give a local path"
         )
     chosen = tuple(only) or (("model",) if to == "safetensors" else ())
-    selection = Selection(only=chosen, dtype=_dtype(dtype), cast_moments=cast_moments)
+    selection = Selection(only=chosen, dtype=dtype_named(dtype), cast_moments=cast_moments)
     opened = Opened(checkpoint)
     source = _Source(StoredValues(opened), selection, on_bytes)
     if not source.leaves:
+        parts = {leaf.partition(".")[0] for leaf in opened.catalog.leaves}
         raise CheckpointNotFound(
-            "nothing of that is in the checkpoint", where=str(checkpoint), found=str(chosen)
+            "the checkpoint has none of the chosen parts" if chosen else "the checkpoint holds nothing",
+            where=str(checkpoint),
+            expected=", ".join(chosen) or None,
+            found=", ".join(sorted(parts)) or "no leaf at all",
+            todo="choose parts with --only" if parts else None,
         )
     _require_whole(source)
-    if target.exists():
-        todo = "give another name, or remove it first"
-        raise CheckpointExists(
-            "something stands there, and nothing is written over", where=str(out), todo=todo
-        )
+    _require_free(target)
     if to == "safetensors":
         return _to_safetensors(source, target, shard_bytes)
     if to == "torch":
@@ -147,17 +126,17 @@ def convert(
     return Converted(path=target, files=list(sizes), num_leaves=written, nbytes=sum(sizes.values()))
 
 
-def _dtype(name: str | None) -> str | None:
-    if name is None:
-        return None
-    name = _SHORT.get(name, name)
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        todo = "bf16, fp16, fp32, or torch's name of a floating-point dtype"
-        raise CheckpointMismatch(
-            "there is no such floating-point dtype", where="--dtype", found=name, todo=todo
+def _require_free(target: Path) -> None:
+    if target.exists():
+        todo = "give another name, or remove it first"
+        raise CheckpointExists(
+            "something stands there, and nothing is written over", where=str(target), todo=todo
         )
-    return name
+    above = next(path for path in target.absolute().parents if path.exists())
+    if not above.is_dir():
+        raise StorageRefused(
+            "a file stands where its directory would be", where=str(target), found=str(above)
+        )
 
 
 class _Source:
@@ -197,7 +176,9 @@ def _require_whole(source: _Source) -> None:
     gaps = {leaf: entry.gap for leaf in source.leaves if (entry := source.catalog.leaves[leaf]) and entry.gap}
     for leaf, gap in gaps.items():
         raise CheckpointIncomplete(
-            f"{len(gaps)} tensors are not whole; nothing was written", where=leaf, found=gap
+            counted(len(gaps), "tensor is", "tensors are") + " not whole; nothing was written",
+            where=leaf,
+            found=gap,
         )
 
 

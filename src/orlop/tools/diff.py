@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from orlop.dcp.catalog import TensorEntry
 from orlop.tools import overview
 from orlop.tools.differences import Difference, ValueComparison, first_difference
-from orlop.tools.findings import Finding
+from orlop.tools.findings import Finding, differing
 from orlop.tools.hyperparameters import by_parameter, compare_hyperparameters, hyperparameter_leaves
 from orlop.tools.opened import Opened
 from orlop.tools.stored_values import StoredValues, regions
+from orlop.wording import counted
 
 __all__ = ["DiffResult", "diff", "diff_checkpoints"]
 
@@ -50,8 +51,8 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, exact: bool = 
     """Compare two checkpoints leaf by leaf.
 
     Args:
-        a: orlop's own, or any DCP directory.
-        b: Likewise; on any other number of ranks.
+        a: orlop's own, or any DCP directory. Findings call it A.
+        b: Likewise; on any other number of ranks. Findings call it B.
         exact: Whether values have to be the same bit for bit, so that -0.0 is not 0.0 and NaNs have payloads; then
             implementation flags of param groups (`foreach`, `fused`, ...) count as well.
 
@@ -83,7 +84,7 @@ def diff_checkpoints(
     names = [
         side.catalog.leaves.keys() - hyperparameter_leaves(side, found) for side, found in zip(sides, groups)
     ]
-    result.findings += _one_sided(names, sides)
+    result.findings += _one_sided(names)
     common = sorted(names[0] & names[1])
     rows = {row.leaf: row.nbytes for row in overview.leaves(sides[0].catalog)}
     total, done = sum(rows[leaf] for leaf in common), 0
@@ -97,20 +98,17 @@ def diff_checkpoints(
     return result
 
 
-def _one_sided(names: list[set[str]], sides: tuple[StoredValues, StoredValues]) -> Iterator[Finding]:
+def _one_sided(names: list[set[str]]) -> Iterator[Finding]:
     ranks = [{match[0] for leaf in side if (match := _PER_RANK.fullmatch(leaf))} for side in names]
     for number in (0, 1):
-        there, other = sides[number].opened.location, sides[1 - number].opened.location
         for leaf in sorted(names[number] - names[1 - number]):
             if leaf in ranks[number] and any(_same_part(leaf, one) for one in ranks[1 - number]):
                 what = "kept per rank, and the two were saved on other numbers of ranks"
-                yield Finding(kind="unchecked", where=leaf, what=what)
-                continue
-            yield Finding(
-                kind="missing" if number == 0 else "unexpected",
-                where=leaf,
-                what=f"in {there}, not in {other}",
-            )
+                yield differing("unchecked", leaf, what)
+            elif number == 0:
+                yield differing("missing", leaf, "in A, not in B")
+            else:
+                yield differing("unexpected", leaf, "in B, not in A")
 
 
 def _same_part(one: str, other: str) -> bool:
@@ -127,20 +125,15 @@ def _compare_leaf(
             result.num_identical += 1
         else:
             at, mine, other = difference
-            yield Finding(
-                kind="value", where=f"{leaf}{at}", what="plain data differs", expected=mine, found=other
-            )
+            yield differing("value", f"{leaf}{at}", "plain data differs", mine, other)
     elif one is None or two is None:
         kinds = ["plain data" if entry is None else "a tensor" for entry in (one, two)]
-        yield Finding(kind="kind", where=leaf, what="its kind differs", expected=kinds[0], found=kinds[1])
+        yield differing("kind", leaf, "its kind differs", *kinds)
     elif one.sizes != two.sizes:
-        sizes = str(one.sizes), str(two.sizes)
-        yield Finding(kind="shape", where=leaf, what="its shape differs", expected=sizes[0], found=sizes[1])
+        yield differing("shape", leaf, "its shape differs", str(one.sizes), str(two.sizes))
     else:
         if one.dtype != two.dtype:
-            yield Finding(
-                kind="dtype", where=leaf, what="its dtype differs", expected=one.dtype, found=two.dtype
-            )
+            yield differing("dtype", leaf, "its dtype differs", one.dtype, two.dtype)
         yield from _compare_values(leaf, one, sides, exact, result)
 
 
@@ -155,10 +148,6 @@ def _compare_values(
     if difference is None:
         return
     result.values.append(difference)
-    yield Finding(
-        kind="value",
-        where=leaf,
-        what=f"{difference.num_different:,} of {difference.num_elements:,} elements differ",
-        expected=f"{difference.first_values[0]!r} at {difference.first_index}",
-        found=repr(difference.first_values[1]),
-    )
+    what = f"differs in {difference.num_different:,} of {counted(difference.num_elements, 'element')}"
+    first = f", the first at {list(difference.first_index)}" if difference.first_index else ""
+    yield differing("value", leaf, what + first, *map(repr, difference.first_values))

@@ -5,8 +5,9 @@ Pure arithmetic on tensors and data. Must not know checkpoints.
 
 from __future__ import annotations
 
+import reprlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from orlop.dcp.boxes import Box
+from orlop.wording import counted
 
-__all__ = ["Difference", "ValueComparison", "first_difference"]
+__all__ = ["Difference", "ValueComparison", "first_difference", "shown"]
 
-_LONG = 80
+_LONG, _MOST = 80, 200
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -158,31 +160,67 @@ def first_difference(one: Any, two: Any, at: str = "") -> tuple[str, str, str] |
         at: The place so far.
     """
     if type(one) is not type(two):
-        return at, f"{type(one).__name__} {one!r}"[:200], f"{type(two).__name__} {two!r}"[:200]
+        return at, f"{type(one).__name__} {shown(one)}", f"{type(two).__name__} {shown(two)}"
     if isinstance(one, Tensor):
         return _first_of_tensors(one, two, at)
     if isinstance(one, Mapping):
         if _typed(one) != _typed(two):
-            return at, f"keys {sorted(map(repr, one))}"[:200], f"keys {sorted(map(repr, two))}"[:200]
+            return at, f"keys {sorted(map(repr, one))}"[:_MOST], f"keys {sorted(map(repr, two))}"[:_MOST]
         pairs = [(key, one[key], two[key]) for key in one]
     elif isinstance(one, (list, tuple)):
         if len(one) != len(two):
-            return at, f"{len(one)} items", f"{len(two)} items"
+            return at, counted(len(one), "item"), counted(len(two), "item")
         pairs = [(number, *pair) for number, pair in enumerate(zip(one, two))]
     elif _same(one, two):
         return None
-    elif isinstance(one, (str, bytes)) and max(len(one), len(two)) > _LONG:
-        shorter = min(len(one), len(two))
-        index = next((place for place in range(shorter) if one[place] != two[place]), shorter)
-        shown = slice(index, index + _LONG // 4)
-        return f"{at}[{index}:]", repr(one[shown]), repr(two[shown])
+    elif isinstance(one, (bytes, bytearray)):
+        index = _first_place(one, two)
+        return at, _byte_of(one, index), _byte_of(two, index)
+    elif isinstance(one, str) and max(len(one), len(two)) > _LONG:
+        index = _first_place(one, two)
+        part = slice(index, index + _LONG // 4)
+        return f"{at}[{index}:]", repr(one[part]), repr(two[part])
     else:
-        return at, repr(one)[:200], repr(two)[:200]
+        return at, shown(one), shown(two)
     for key, mine, other in pairs:
         found = first_difference(mine, other, f"{at}[{key!r}]")
         if found is not None:
             return found
     return None
+
+
+def _first_place(one: Sequence[Any], two: Sequence[Any]) -> int:
+    shorter = min(len(one), len(two))
+    return next((place for place in range(shorter) if one[place] != two[place]), shorter)
+
+
+def _byte_of(content: bytes | bytearray, index: int) -> str:
+    """How long it is and what stands there: no one reads more of it."""
+    there = f"byte {index:,} is 0x{content[index]:02x}" if index < len(content) else "ending there"
+    return f"{counted(len(content), 'byte')}, {there}"
+
+
+class _Shown(reprlib.Repr):
+    """What a person can read: of bytes and tensors the size alone, of containers all, in as many letters as fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 8
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = _MOST
+        self.maxstring = self.maxlong = self.maxother = _MOST
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return f"<{counted(len(value), 'byte')}>"
+
+    repr_bytearray = repr_bytes
+
+    def repr_Tensor(self, value: Tensor, level: int) -> str:
+        return f"<{value.dtype} {tuple(value.shape)}>" if value.numel() != 1 else repr(value.item())
+
+
+def shown(value: Any) -> str:
+    """Plain data as text for people, in some 200 letters."""
+    return _Shown().repr(value)[:_MOST]
 
 
 def _typed(mapping: Mapping[Any, Any]) -> set[tuple[type, Any]]:

@@ -14,10 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from orlop.tools import param_groups
-from orlop.tools.differences import first_difference
-from orlop.tools.findings import Finding
+from orlop.tools.differences import first_difference, shown
+from orlop.tools.findings import Finding, Kind, differing
 from orlop.tools.leaf_names import group_option
 from orlop.tools.stored_values import StoredValues
+from orlop.wording import counted
 
 __all__ = ["Hyperparameters", "by_parameter", "compare_hyperparameters", "hyperparameter_leaves"]
 
@@ -47,29 +48,32 @@ def compare_hyperparameters(one: Hyperparameters, two: Hyperparameters, exact: b
             mine, other = options.get(key, _NOTHING), others.get(key, _NOTHING)
             difference = first_difference(mine, other)
             if difference is not None:
-                whole = repr(mine), repr(other)
-                at, *texts = difference if max(map(len, whole)) > _LONG else ("", *whole)
+                whole = shown(mine), shown(other)
+                is_plain = whole[0] != whole[1] and max(map(len, whole)) <= _LONG
+                at, *texts = ("", *whole) if is_plain else difference
                 alike[optimizer, f"{key}{at}", texts[0], texts[1]].append(param)
     for (optimizer, key, text, other_text), params in alike.items():
-        shown = ", ".join(params[:_SHOWN]) + (", ..." if len(params) > _SHOWN else "")
-        count = "a parameter" if len(params) == 1 else f"{len(params)} parameters"
-        yield Finding(
-            kind="hyperparameter",
-            where=f"{optimizer}.param_groups: {key}",
-            what=f"a hyperparameter differs for {count} ({shown})",
-            expected=text,
-            found=other_text,
-        )
+        names = ", ".join(params[:_SHOWN]) + (", ..." if len(params) > _SHOWN else "")
+        count = counted(len(params), "parameter")
+        where = f"{optimizer}.param_groups: {key}"
+        what = f"a hyperparameter differs for {count} ({names})"
+        yield differing("hyperparameter", where, what, text, other_text)
     yield from _in_one_only(one, two)
 
 
 def _in_one_only(one: Hyperparameters, two: Hyperparameters) -> Iterator[Finding]:
-    for kind, mine, other in (("missing", one, two), ("unexpected", two, one)):
+    sides: tuple[tuple[Kind, str, Hyperparameters, Hyperparameters], ...] = (
+        ("missing", "A", one, two),
+        ("unexpected", "B", two, one),
+    )
+    for kind, side, mine, other in sides:
         params = sorted(f"{optimizer}: {param}" for optimizer, param in mine.keys() - other.keys())
         if params and other:
-            what = f"in the param groups of one side only: {', '.join(params[:_SHOWN])}"
-            found = f"{len(params)} of {len(mine)} parameters"
-            yield Finding(kind=kind, where="param_groups", what=what, found=found)  # type: ignore[arg-type]
+            names = ", ".join(params[:_SHOWN]) + (", ..." if len(params) > _SHOWN else "")
+            what = f"in the param groups of {side} only: {names}"
+            yield differing(
+                kind, "param_groups", f"{len(params)} of {counted(len(mine), 'parameter')} {what}"
+            )
 
 
 def by_parameter(side: StoredValues) -> Hyperparameters:

@@ -19,7 +19,9 @@ from orlop.tools.leaf_names import group_option, optimizer_names, split_state
 from orlop.tools.opened import Opened
 from orlop.tools.plain_records import Described, read_plain, scalar
 
-__all__ = ["Group", "absent", "groups"]
+__all__ = ["Group", "Unread", "absent", "groups"]
+
+Unread = dict[str, CheckpointError | OSError]  # by leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +41,34 @@ class Group:
     params: list[str]
 
 
-def groups(opened: Opened, read: Callable[[str], Any] | None = None) -> list[Group]:
+def groups(
+    opened: Opened, read: Callable[[str], Any] | None = None, unread: Unread | None = None
+) -> list[Group]:
     """The param groups of all optimizers, with their hyperparameters.
 
     Args:
         opened: The checkpoint.
         read: Gives the value of a leaf; by default it is read without torch, and what is no plain data is described.
+        unread: Where it is noted which leaves can't be read, so that the groups lack them; None raises instead.
 
     Raises:
         CheckpointError: A record of theirs can't be read.
+        OSError: Likewise.
     """
     read = read or partial(_value, opened)
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for leaf in opened.catalog.leaves:
         option = group_option(leaf)
-        if option is not None:
-            label, name, key = option
-            found.setdefault((label, name), {})[key] = read(leaf)
+        if option is None:
+            continue
+        label, name, key = option
+        options = found.setdefault((label, name), {})
+        try:
+            options[key] = read(leaf)
+        except (CheckpointError, OSError) as error:
+            if unread is None:
+                raise
+            unread[leaf] = error
     by_label: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for (label, name), options in found.items():
         by_label[label][name] = options
@@ -72,15 +85,24 @@ def _numbered(label: str, named: dict[str, dict[str, Any]]) -> list[Group]:
         Group(
             optimizer=label,
             index=int(name),
-            params=[str(param) for param in named[name].pop("params", None) or ()],
+            params=_params(named[name].pop("params", None)),
             options=named[name],
         )
         for name in sorted(named, key=int)
     ]
 
 
-def absent(opened: Opened) -> dict[str, list[str]]:
+def _params(value: Any) -> list[str]:
+    """Names or numbers; none of what is but described."""
+    return list(map(str, value)) if isinstance(value, (list, tuple)) else []
+
+
+def absent(opened: Opened, unread: Unread | None = None) -> dict[str, list[str]]:
     """The parameters without state, by optimizer: as the manifest tells, or else those in a group that have none.
+
+    Args:
+        opened: The checkpoint.
+        unread: Where it is noted which leaves of groups can't be read; None raises instead.
 
     Raises:
         CheckpointError: A param group can't be read.
@@ -92,7 +114,7 @@ def absent(opened: Opened) -> dict[str, list[str]]:
     states = (split_state(leaf, optimizers) for leaf in opened.catalog.leaves)
     present = {state[:2] for state in states if state is not None}
     found: defaultdict[str, list[str]] = defaultdict(list)
-    for group in groups(opened):
+    for group in groups(opened, unread=unread):
         found[group.optimizer] += [param for param in group.params if (group.optimizer, param) not in present]
     return {optimizer: params for optimizer, params in found.items() if params}
 

@@ -20,6 +20,7 @@ from orlop.errors import CheckpointCorrupt, CheckpointError
 from orlop.store.directory import RangedData
 from orlop.tools.findings import Finding, from_error
 from orlop.tools.plain_records import unsafe_names
+from orlop.wording import counted
 
 __all__ = ["Outcome", "RecordJob", "check_record"]
 
@@ -78,8 +79,8 @@ def check_record(file: RangedData, job: RecordJob) -> Outcome:
             raise CheckpointCorrupt(
                 "a file is too short for what it should hold",
                 where=job.where,
-                expected=f"at least {extent.offset + extent.nbytes:,} bytes",
-                found=f"{file.size:,} bytes",
+                expected="at least " + counted(extent.offset + extent.nbytes, "byte"),
+                found=counted(file.size, "byte"),
             )
         outcome.findings += _check_index_entry(job)
         _check_content(file, job, outcome)
@@ -95,8 +96,10 @@ def _check_index_entry(job: RecordJob) -> list[Finding]:
         return []
     record, extent = job.indexed, job.extent
     if record is None or record.record[1] != extent.nbytes or record.leaf not in (job.leaf, *job.aliases):
-        found = "no such record" if record is None else f"{record.record[1]} bytes of {record.leaf}"
-        expected = f"{extent.nbytes} bytes at {extent.offset}"
+        found = (
+            "no such record" if record is None else f"{counted(record.record[1], 'byte')} of {record.leaf}"
+        )
+        expected = f"{counted(extent.nbytes, 'byte')} at {extent.offset}"
     elif record.dtype is not None and (record.dtype, record.box) != (job.dtype, job.box):
         expected, found = f"{job.dtype} {job.box}", f"{record.dtype} {record.box}"
     else:
@@ -187,7 +190,7 @@ def _check_compressed(read: ReadAt, member: Member, name: str, job: RecordJob, o
         raise CheckpointCorrupt(
             "a compressed file in a record does not unfold to what it should hold",
             where=f"{job.where}: {name}",
-            expected=f"{member.nbytes:,} bytes from {member.stored_bytes:,}",
+            expected=f"{counted(member.nbytes, 'byte')} from {member.stored_bytes:,}",
         )
     outcome.bytes_read += member.stored_bytes
     outcome.bytes_checked += member.stored_bytes
@@ -239,7 +242,8 @@ def _require_blocks(blocks: BlockCrcs, job: RecordJob, record: IndexRecord) -> N
     raise CheckpointCorrupt(
         "a checksum differs: the file was damaged after it was written",
         where=job.where,
-        found=f"{len(wrong)} of {len(expected)} blocks of {BLOCK_BYTES // 1024} KiB, the first at byte {first:,}",
+        found=f"{len(wrong)} of {counted(len(expected), 'block')} of {BLOCK_BYTES // 1024} KiB, "
+        f"the first at byte {first:,}",
     )
 
 

@@ -19,6 +19,7 @@ from orlop.errors import CheckpointCorrupt, CheckpointMismatch
 from orlop.store.directory import RangedData
 from orlop.tools.check import check_checkpoint
 from orlop.tools.opened import Opened
+from orlop.wording import counted
 
 __all__ = ["index_in_place"]
 
@@ -46,7 +47,7 @@ def index_in_place(
     ]
     if faults:
         raise CheckpointMismatch(
-            f"the check found {len(faults)} fault{'' if len(faults) == 1 else 's'}, so nothing was indexed",
+            f"the check found {counted(len(faults), 'fault')}, so nothing was indexed",
             where=str(checkpoint),
             found=str(faults[0]),
             todo="orlop verify shows all of them",

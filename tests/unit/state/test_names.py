@@ -58,6 +58,6 @@ def test_parameters_that_are_not_in_the_model_are_named():
     model = nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(model.named_parameters())
     model.weight = nn.Parameter(torch.zeros(3, 2))
-    with pytest.raises(ParameterReplaced, match="1 parameters that are not in the model") as caught:
+    with pytest.raises(ParameterReplaced, match="1 parameter missing in the model") as caught:
         require_all_named(ParameterNames.of(model), {"optimizer": optimizer})
     assert "weight of group 0, shape (3, 2)" in str(caught.value)

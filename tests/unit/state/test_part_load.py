@@ -83,7 +83,7 @@ def test_a_run_does_not_go_on_by_itself_without_a_part_that_it_had(tmp_path):
     with pytest.raises(CheckpointMismatch, match="2 unexpected part") as caught:
         store.resume(other)
     assert_unchanged(other, before)
-    assert "unexpected part: scheduler (1 leaves of a part that is not here)" in caught.value.found
+    assert "unexpected part: scheduler (1 leaf of a part that is not here)" in caught.value.found
     assert caught.value.where == str(tmp_path / "step-00000001")
     assert caught.value.todo == (
         "give the engine the part that it was saved with; to leave these parts as they are here: "
@@ -183,5 +183,5 @@ def test_a_part_that_is_here_and_skipped_is_warned_of_at_every_load(tmp_path, ca
         report = engine.load_dcp(tmp_path / "x", policy=LoadPolicy(skip_parts={"scheduler"}))
         assert [found.leaf for found in report.of("skipped")] == ["scheduler"]
     assert [text for text in warnings(caplog) if "skipped" in text] == [
-        "1 parts of the checkpoint are skipped, as the policy says, and stay as they are here: scheduler"
+        "1 part is skipped, as the policy says: what is here stays: scheduler"
     ] * 2

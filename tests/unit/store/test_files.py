@@ -135,3 +135,18 @@ def test_free_bytes_asks_the_nearest_directory_that_is_there(tmp_path: Path) -> 
     free = files.free_bytes(tmp_path / "not" / "yet")
     assert free is not None
     assert 0 < free <= 2**80
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_what_fails_on_an_open_file_names_it(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match="No space left on device: '/dev/full'"),
+        files.new_file(Path("/dev/full")) as full,
+    ):
+        full.write(b"x")
+    folder = files.open_ranged(tmp_path)
+    for read in (lambda: folder.read(0, 1), lambda: folder.read_into(0, [memoryview(bytearray(1))])):
+        with pytest.raises(IsADirectoryError) as caught:
+            read()
+        assert caught.value.filename == str(tmp_path)
+    folder.close()
