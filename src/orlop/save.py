@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -76,7 +76,7 @@ def save_checkpoint(
         storage_writer: Writes the checkpoint instead; then there is no manifest and no renaming.
         key_prefix: Put before every key.
         fingerprint: Whether the manifest holds a digest of every leaf. Replicas whose contents differ by rank (plain
-            tensors count as replicas; one rank's is saved) are then warned of, by name.
+            tensors count as replicas; one rank's is saved) are then warned of, by name; modules' extra state always is.
         on_partial: Called on every rank with the partial directory, before the first byte is written.
 
     Raises:
@@ -112,8 +112,7 @@ def save_checkpoint(
             local = collect(engine, save_optimizer=save_optimizer, include_frozen=include_frozen)
         collected = agree(local, ranks, options, engine.optimizers)
         digests = fingerprint_leaves(collected, ranks) if fingerprint else None
-        if digests is not None:
-            _warn_of_torn(digests, ranks)
+        _warn_of_torn({**collected.torn, **(digests.torn if digests is not None else {})}, ranks)
     with phase("save"):
         if storage_writer is not None:
             _require_even(collected)
@@ -123,18 +122,18 @@ def save_checkpoint(
         _write_and_publish(collected, locate(path), manifest, ranks, on_partial)
 
 
-def _warn_of_torn(digests: Fingerprint, ranks: Ranks) -> None:
+def _warn_of_torn(torn: Mapping[str, tuple[tuple[int, ...], ...]], ranks: Ranks) -> None:
     """One warning for all ranks. Not an error: running statistics may differ on purpose."""
-    if digests.torn and ranks.is_coordinator:
+    if torn and ranks.is_coordinator:
         shown = [
             f"{key} ({' differs from '.join(f'rank {_listed(group)}' for group in groups)})"
-            for key, groups in list(digests.torn.items())[:_SHOWN]
+            for key, groups in list(torn.items())[:_SHOWN]
         ]
-        more = ", …" if len(digests.torn) > _SHOWN else ""
+        more = ", …" if len(torn) > _SHOWN else ""
         _log.warning(
             "replica content differs: %s not the same on all ranks that hold them, and only one rank's is "
             "saved: %s%s; what belongs to one rank alone needs a DTensor, or a name of its own",
-            counted(len(digests.torn), "leaf is", "leaves are"),
+            counted(len(torn), "leaf is", "leaves are"),
             ", ".join(shown),
             more,
         )

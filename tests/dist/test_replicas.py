@@ -1,5 +1,6 @@
 """Replicas that differ are told of at a save with fingerprint=True: DCP keeps one rank's without a word."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import orlop
+from orlop.errors import CheckpointMismatch
 from orlop.testing import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -47,3 +49,55 @@ def test_d04_replicas_that_differ_are_named_with_their_ranks(tmp_path: Path) -> 
 def test_d04_equal_replicas_are_no_news_and_nothing_is_compared_unasked(tmp_path: Path) -> None:
     assert run_ranks(save, 2, tmp_path / "alike", False, True) == [[], []]
     assert run_ranks(save, 2, tmp_path / "unasked", True, False) == [[], []]
+
+
+class Remembers(nn.Module):
+    """Has extra state of any kind."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self) -> object:
+        return self.value
+
+    def set_extra_state(self, state: object) -> None:
+        self.value = state
+
+
+def save_extra(rank: int, root: Path, as_tensor: bool) -> list[str]:
+    mine, same = (torch.tensor([rank]), torch.tensor([7])) if as_tensor else ({"seen": rank}, {"seen": 7})
+    model = nn.Sequential(nn.Linear(2, 2), Remembers(mine), Remembers(same))
+    torch.nn.init.ones_(model[0].weight)
+    torch.nn.init.ones_(model[0].bias)
+    kept = Kept()
+    logging.getLogger("orlop").addHandler(kept)
+    orlop.TrainEngine(model, torch.optim.SGD(model[0].parameters(), lr=0.1)).save_dcp(root / "x")
+    return kept.texts
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_d04_extra_state_that_differs_is_named_unasked(tmp_path: Path, as_tensor: bool) -> None:
+    (text,), two = run_ranks(save_extra, 2, tmp_path, as_tensor)
+    assert two == []
+    assert "replica content differs: 1 leaf is" in text
+    assert "model.1._extra_state (rank 0 differs from rank 1)" in text
+
+
+def save_own_state(rank: int, root: Path, same: bool) -> str:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["seen"] = [7 if same else rank]
+    engine = orlop.TrainEngine(model, optimizer)
+    with pytest.raises(CheckpointMismatch) if not same else contextlib.nullcontext() as caught:
+        engine.save_dcp(root / "x")
+    return "" if same else str(caught.value)
+
+
+def test_d04_plain_data_in_an_optimizers_state_is_one_for_all_or_refused(tmp_path: Path) -> None:
+    one, two = run_ranks(save_own_state, 2, tmp_path, False)
+    assert one == two
+    assert "replica content differs" in one
+    assert "optimizer.state.weight.seen" in one
+    assert not list(tmp_path.iterdir())
+    assert run_ranks(save_own_state, 2, tmp_path, True) == ["", ""]

@@ -265,13 +265,19 @@ def test_a_conversion_that_is_ended_leaves_nothing(call, tmp_path, number, to):
             ended.append(operation.path)
             signal.raise_signal(number)
 
-    # Unless the command minds it, a SIGTERM is a failure here and not the end of all tests.
-    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the command does not mind SIGTERM"))
+    # Unless the command minds it, a SIGTERM is a failure here and not the end of all tests; and shells start
+    # background jobs with SIGINT ignored, which is not what is tried here.
+    handlers = {
+        signal.SIGTERM: lambda *_: pytest.fail("the command does not mind SIGTERM"),
+        signal.SIGINT: signal.default_int_handler,
+    }
+    before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
     try:
         with observed(end):
             code, out, err = call("convert", checkpoint, tmp_path / "out", "--to", to)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
     assert (code, out, err) == (128 + number, "", "")
     assert ended
     assert [path.name for path in tmp_path.iterdir()] == ["one"]

@@ -25,6 +25,7 @@ from orlop.state.uneven import (
     Holding,
     Told,
     check_replicas,
+    find_torn,
     find_uneven,
     lacks_writer,
     merge_keys,
@@ -69,6 +70,7 @@ class Collected:
         left_out: The FQNs of the model that are not saved.
         aliases: Keys of tied entries, each with the key that its bytes are saved under; all ranks'.
         kinds: For each plain part whether it is one for all ranks.
+        torn: Extra state that ranks have otherwise: for each key the ranks, those of one content together.
         group_firsts: In the flattened layout, for each optimizer the first FQN of each group.
     """
 
@@ -80,6 +82,7 @@ class Collected:
     left_out: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, PartKind] = field(default_factory=dict)
+    torn: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     group_firsts: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, path: tuple[Any, ...], value: Any) -> None:
@@ -154,6 +157,7 @@ def _tell(local: LocalParts) -> Told:
         aliases=local.aliases,
         left_out=local.left_out,
         replicas=local.replicas,
+        extra=local.extra,
     )
 
 
@@ -173,6 +177,7 @@ def _describe(
         state_keys=merge_keys(everyone),
         uneven=uneven,
         left_out=list(dict.fromkeys(fqn for told in everyone for fqn in told.left_out)),
+        torn={f"{key_prefix}model.{fqn}": ranks for fqn, ranks in find_torn(everyone).items()},
         aliases={f"{key_prefix}model.{alias}": f"{key_prefix}model.{fqn}" for alias, fqn in aliases.items()},
     )
 

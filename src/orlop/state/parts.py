@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from orlop.dcp.layout import describe_layout
 from orlop.errors import OptimizerRefused
 from orlop.ranks import Ranks
-from orlop.state.model import view_model
+from orlop.state.model import is_extra_state, view_model
 from orlop.state.names import ParameterNames, group_names, require_all_named
 from orlop.state.plain import digest, plain, require_storable
 from orlop.state.stock import state_of
@@ -65,8 +65,9 @@ class LocalParts:
         aliases: Tied names of the model, each with the name under which the tensor is saved.
         left_out: The FQNs of the model that are not saved, on purpose.
         params: The live parameters and buffers by FQN.
-        replicas: Digests of the plain state that an optimizer keeps for DTensor parameters, by key: DCP takes it for
-            the same on all ranks.
+        replicas: Digests of what DCP takes for the same on all ranks and an optimizer may keep otherwise, by key: plain
+            tensors for DTensor parameters, and plain data.
+        extra: Digests of modules' extra state, by FQN; likewise.
     """
 
     tensors: dict[tuple[Any, ...], Any]
@@ -80,6 +81,7 @@ class LocalParts:
     left_out: list[str]
     params: Mapping[str, Tensor]
     replicas: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, str] = field(default_factory=dict)
 
 
 def plain_parts(live: Live) -> dict[str, Any]:
@@ -128,14 +130,24 @@ def collect(live: Live, *, save_optimizer: bool, include_frozen: bool) -> LocalP
         left_out=left_out,
         params=view.names.tensors,
     )
+    if live.ranks.world_size > 1:
+        local.extra.update(
+            {
+                path[1]: digest(plain(value, path[1]))
+                for path, value in tensors.items()
+                if is_extra_state(path[1])
+            }
+        )
     if save_optimizer:
         require_all_named(view.names, live.optimizers)
         for label, optimizer in live.optimizers.items():
-            _collect_optimizer(local, label, optimizer, view.names)
+            _collect_optimizer(local, label, optimizer, view.names, is_alone=live.ranks.world_size == 1)
     return local
 
 
-def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, names: ParameterNames) -> None:
+def _collect_optimizer(
+    local: LocalParts, label: str, optimizer: Optimizer, names: ParameterNames, *, is_alone: bool
+) -> None:
     door = state_of(optimizer)
     door.require_ready()
     door.synchronize()
@@ -157,7 +169,7 @@ def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, name
                 local.tensors[path] = value if isinstance(value, Tensor) else plain(value, ".".join(path))
                 if is_scalar(value):
                     scalars[fqn, key] = value
-                elif isinstance(param, DTensor) and not isinstance(value, DTensor):
+                elif not is_alone and _is_replica(value, param):
                     local.replicas[f"{label}.state.{fqn}.{key}"] = digest(plain(value, fqn))
     for (fqn, key), number in zip(scalars, read_scalars(list(scalars.values()))):
         local.stepped[label][fqn][key] = number
@@ -173,6 +185,11 @@ def _collect_optimizer(local: LocalParts, label: str, optimizer: Optimizer, name
         }
         for group, fqns in zip(optimizer.param_groups, group_names(names, optimizer))
     ]
+
+
+def _is_replica(value: Any, param: Tensor) -> bool:
+    """Whether DCP takes the value for the same on all ranks, whatever it is."""
+    return not isinstance(value, Tensor) or (isinstance(param, DTensor) and not isinstance(value, DTensor))
 
 
 def _require_loadable(label: str, optimizer: Optimizer) -> None:

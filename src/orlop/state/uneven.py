@@ -22,6 +22,7 @@ __all__ = [
     "Scalars",
     "Told",
     "check_replicas",
+    "find_torn",
     "find_uneven",
     "lacks_writer",
     "merge_keys",
@@ -48,7 +49,8 @@ class Told:
         absent: For each optimizer the FQNs without state.
         aliases: Tied names, each with the name that is saved.
         left_out: FQNs of the model that are not saved.
-        replicas: Digests of plain state of DTensor parameters, by key.
+        replicas: Digests of state that ranks must have alike, by key.
+        extra: Digests of modules' extra state, by FQN.
     """
 
     names: dict[str, list[list[str]]] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class Told:
     aliases: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     replicas: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, str] = field(default_factory=dict)
 
     def plain(self) -> list[object]:
         """As plain data, to be digested."""
@@ -71,6 +74,7 @@ class Told:
             self.aliases,
             self.left_out,
             self.replicas,
+            self.extra,
         ]
 
 
@@ -135,7 +139,7 @@ def check_replicas(
 
 
 def require_equal_replicas(everyone: Sequence[Told]) -> None:
-    """Refuse plain state of a sharded parameter that differs by rank.
+    """Refuse state that DCP would take for the same on all ranks, and that is not.
 
     Raises:
         CheckpointMismatch: Names the leaf and the ranks.
@@ -146,14 +150,23 @@ def require_equal_replicas(everyone: Sequence[Told]) -> None:
             known_rank, known = first.setdefault(key, (rank, digest))
             if known != digest:
                 raise CheckpointMismatch(
-                    "replica content differs: an optimizer keeps plain tensors of each rank's own for a sharded "
-                    "parameter, and a checkpoint would hold one rank's",
+                    "replica content differs: an optimizer keeps something of each rank's own (plain data, or plain "
+                    "tensors for a sharded parameter), and a checkpoint would hold one rank's",
                     where=key,
                     expected=f"the same on all ranks, or a DTensor; as on rank {known_rank}",
                     found=f"other content on rank {rank}",
                     todo="use an optimizer whose state follows the parameter's placements (orlop.swap does for "
                     "elementwise classes)",
                 )
+
+
+def find_torn(everyone: Sequence[Told]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Extra state that ranks have otherwise: for each FQN the ranks, those of one content together."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for rank, told in enumerate(everyone):
+        for fqn, digest in told.extra.items():
+            found.setdefault(fqn, {}).setdefault(digest, []).append(rank)
+    return {fqn: tuple(map(tuple, kinds.values())) for fqn, kinds in found.items() if len(kinds) > 1}
 
 
 def lacks_writer(
