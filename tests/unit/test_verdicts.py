@@ -341,6 +341,21 @@ def test_a_switched_off_moment_that_was_stored_as_none_carries_nothing(tmp_path)
     assert_same(snapshot(first), snapshot(second))
 
 
+def test_state_of_nothing_but_none_is_no_state(tmp_path):
+    first = train(make())
+    first.save_dcp(tmp_path / "x")
+    nothing = {f"optimizer.state.unused.weight.{key}": None for key in ("step", "exp_avg", "exp_avg_sq")}
+    rewrite(tmp_path / "x", lambda flat: flat.update(nothing), keep_record=False)
+    second = train(make(seed=3))
+    report = second.load_dcp(tmp_path / "x")
+    assert "optimizer.state.unused.weight" in [finding.leaf for finding in report.of("absent")]
+    assert_same(snapshot(first), snapshot(second))
+    lost = {f"optimizer.state.a.weight.{key}": None for key in ("step", "exp_avg", "exp_avg_sq")}
+    first.save_dcp(tmp_path / "y")
+    rewrite(tmp_path / "y", lambda flat: flat.update(lost))
+    assert "lost: optimizer.state.a.weight" in refused(second, tmp_path / "y", CheckpointIncomplete)
+
+
 def test_a_number_where_a_tensor_is_expected_is_another_kind(tmp_path):
     train(make()).save_dcp(tmp_path / "x")
     rewrite(tmp_path / "x", lambda flat: flat.update({"optimizer.state.a.weight.step": 2}))

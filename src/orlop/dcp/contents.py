@@ -86,7 +86,7 @@ class Contents:
                     expected=f"SHA-256 {content.get('metadata_digest')}",
                     found=digest(data),
                     todo="resume from an older checkpoint; if another program has rewritten this one, remove its "
-                    "*.index.json and metadata.json",
+                    "*.index.json, metadata.json and orlop.json: it is read as a plain DCP checkpoint then",
                 )
             return from_json(content, self.directory.path_of(CATALOG_NAME))
 

@@ -133,9 +133,9 @@ def _mixed(
     piece: Tensor, start: int, sizes: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]
 ) -> int:
     index = _global_index(start, piece.numel(), sizes, offsets, shape, piece.device)
-    bits: Tensor = piece.contiguous()
+    bits: Tensor = piece.resolve_neg().contiguous()
     if piece.is_complex():
-        bits = torch.view_as_real(piece.resolve_conj()).reshape(-1)
+        bits = torch.view_as_real(bits.resolve_conj()).reshape(-1)
         index = torch.stack((2 * index, 2 * index + 1), dim=-1).reshape(-1)
     # A copy even of 64-bit values: the live tensor must not be mixed in place.
     mixed = bits.view(_BITS[bits.element_size()]).to(torch.int64, copy=True).add_(1).mul_(_VALUE)

@@ -37,6 +37,8 @@ from orlop.store.manifest import StateKeys, UnevenState
 
 __all__ = ["Recorded", "StateLoad"]
 
+_THERE = object()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
@@ -165,6 +167,12 @@ class StateLoad:
         """
         findings: list[Finding] = []
         fills: dict[str, Tensor] = {}
+        # Some writers' word for no state at all.
+        self.index = {
+            name: keys
+            for name, keys in self.index.items()
+            if any(small.get(f"{self.prefix}{name}.{key}", _THERE) is not None for key in keys)
+        }
         for param in self.params:
             self._prepare(param, small, foresight)
             wanted = self.wanted[param]

@@ -167,7 +167,15 @@ def _feed(feed: Callable[[bytes], None], value: Any) -> None:
     if isinstance(value, Tensor):
         feed(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.numel():
-            feed(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            feed(
+                value.resolve_conj()
+                .resolve_neg()
+                .contiguous()
+                .reshape(-1)
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
     elif isinstance(value, Mapping):
         feed(b"".join(sorted(digest(key).encode() + digest(item).encode() for key, item in value.items())))
     elif isinstance(value, set):

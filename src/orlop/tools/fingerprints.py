@@ -65,6 +65,10 @@ class _Leaves(Mapping[str, Any]):
 def fingerprint(source: Live | str | os.PathLike[str]) -> Fingerprint:
     """The fingerprint of state: equal state gives equal digests, however it is sharded.
 
+    Hyperparameters count, those that choose a kernel (`foreach`, `fused`) and names of parameters too. Of a checkpoint
+    the keys count as they stand there: it has its engine's fingerprint where it was saved as `save_dcp` does by itself,
+    and another with a `key_prefix`, the flattened layout, or initial values for absent state.
+
     Args:
         source: An engine (then it is collective, and changes nothing), or a checkpoint's path (then it is not).
 

@@ -49,3 +49,14 @@ def test_one_bit_or_two_swapped_values_change_the_sum():
 def test_zeros_are_not_nothing():
     assert tensor_sum(torch.zeros(3), (0,), (3,)) != tensor_sum(torch.zeros(4), (0,), (4,))
     assert tensor_sum(torch.zeros(0), (0,), (0,)) == 0
+
+
+@pytest.mark.parametrize("chunk", [2**20, 2])
+def test_conjugate_and_negative_views_have_the_sum_of_their_values(monkeypatch, chunk):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    values = torch.tensor([[1 + 2j, 3 - 1j, 0.5j], [-2 + 0j, 1j, 7 - 7j]])
+    for view in (values.conj(), values.conj().imag, values.conj().t()):
+        real = view.resolve_conj().resolve_neg().contiguous()
+        assert not real.is_conj()
+        assert not real.is_neg()
+        assert tensor_sum(view, (0, 0), tuple(view.shape)) == tensor_sum(real, (0, 0), tuple(view.shape))
