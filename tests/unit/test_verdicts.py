@@ -485,6 +485,38 @@ def test_e05_the_flattened_layout_is_torchs_own_and_is_read_back(tmp_path):
     assert "unexpected: optimizer.param_groups (only in its groups: b." in text, text
 
 
+def test_a_model_at_the_top_level_is_found_there(tmp_path):
+    """What torchtitan writes: the model's names without `model.`, the optimizer flattened, parts of its own."""
+    first = train(make())
+    (optimizer,) = first.optimizers.values()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    theirs = {
+        **get_model_state_dict(first.model),
+        "optimizer": get_optimizer_state_dict(first.model, optimizer, options=options),
+        "train_state": {"step": 2},
+    }
+    dcp.save(theirs, checkpoint_id=tmp_path / "x")
+    second = make(seed=3)
+    report = second.load_dcp(tmp_path / "x")
+    assert [finding.leaf for finding in report.of("ignored")] == ["train_state"]
+    assert_same(snapshot(first), snapshot(second))
+    weights = make(seed=4)
+    dcp.save(get_model_state_dict(first.model), checkpoint_id=tmp_path / "weights")
+    assert weights.load_dcp(tmp_path / "weights").counts["fresh"] == 1
+    assert torch.equal(weights.model.a.weight, first.model.a.weight)
+    # A leaf more or less is found as ever.
+    rewrite(tmp_path / "x", drop(r"b\.weight"), keep_record=False)
+    assert "missing: b.weight" in refused(second, tmp_path / "x")
+    rewrite(
+        tmp_path / "x",
+        lambda flat: flat.update({"b.weight": flat["b.bias"], "b.more": flat["b.bias"]}),
+        keep_record=False,
+    )
+    text = refused(second, tmp_path / "x")
+    assert "shape: b.weight" in text
+    assert "unexpected: b.more" in text
+
+
 def test_a04_absence_is_the_same_in_the_flattened_layout(tmp_path):
     first = train(make())
     first.save_dcp(tmp_path / "x", optimizer_layout="flattened")

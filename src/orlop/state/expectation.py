@@ -7,7 +7,7 @@ talk to other ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,10 +84,8 @@ class Expectation:
     rates: tuple[float | None, ...] = ()
     strangers: list[str] = field(default_factory=list)
 
-    @property
-    def model_prefix(self) -> str:
-        """What every key of the model starts with."""
-        return self.model.prefix
+    def _is_models(self, key: str) -> bool:
+        return key in self.model.stored and key.startswith(self.model.prefix)
 
     def faults(self) -> list[Finding]:
         """The findings that this load can't go on with."""
@@ -115,9 +113,11 @@ class Expectation:
 
     def _strange_keys(self) -> list[str]:
         """The keys that belong to no part that is known here."""
-        known = [self.model_prefix, *(f"{load.label}." for load in self.optimizers.values())]
+        known = tuple(f"{load.label}." for load in self.optimizers.values())
         return [
-            key for key in self.stored if not key.startswith(tuple(known)) and not self.parts.is_known(key)
+            key
+            for key in self.stored
+            if not (key.startswith(known) or self._is_models(key) or self.parts.is_known(key))
         ]
 
     def decide(self, small: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None) -> None:
@@ -131,7 +131,7 @@ class Expectation:
         self.model.decide()
         self.findings += self.model.findings
         self.fills.update(self.model.fills)
-        self.unclaimed[self.model_prefix] = self.model.unclaimed
+        self.unclaimed[self.model.prefix] = self.model.unclaimed
         if self.model.is_foreign:
             # All other verdicts would only repeat it.
             return
@@ -143,7 +143,7 @@ class Expectation:
             self.unclaimed[load.state.prefix] = load.state.unclaimed()
         if self.is_weights_only and self.optimizers:
             self._decide_weights_only()
-        only_model = all(key.startswith(self.model_prefix) for key in self.stored)
+        only_model = all(map(self._is_models, self.stored))
         self.findings += self.parts.decide(small, is_weights_only=only_model)
         self._decide_schedule(small)
         self._decide_strangers()
@@ -240,6 +240,18 @@ def _scheduled(live: Live) -> str | None:
     return next((label for label, each in live.optimizers.items() if each is steered), None)
 
 
+def _model_leaves(
+    prefix: str, fqns: Collection[str], stored: Mapping[str, Stored], manifest: Manifest | None
+) -> tuple[str, Mapping[str, Stored]]:
+    """What the model's keys start with, and the leaves there: some writers (torchtitan) leave out `model.`."""
+    whole = f"{prefix}model."
+    is_at_top = any(f"{prefix}{fqn}" in stored for fqn in fqns)
+    if manifest is not None or not is_at_top or any(f"{whole}{fqn}" in stored for fqn in fqns):
+        return whole, stored
+    roots = tuple(f"{prefix}{root}." for root in {fqn.split(".")[0] for fqn in fqns})
+    return prefix, {key: leaf for key, leaf in stored.items() if f"{key}.".startswith(roots)}
+
+
 def expect(
     live: Live, stored: Mapping[str, Stored], manifest: Manifest | None, options: Options
 ) -> Expectation:
@@ -263,15 +275,16 @@ def expect(
         )
         for label, optimizer in live.optimizers.items()
     }
+    prefix, leaves = _model_leaves(options.key_prefix, view.entries, stored, manifest)
     return Expectation(
         options=options,
         stored=stored,
         manifest=manifest,
         model=ModelLoad(
-            prefix=f"{options.key_prefix}model.",
+            prefix=prefix,
             view=view,
             targets=view.targets(),
-            stored=stored,
+            stored=leaves,
             manifest=manifest,
             policy=options.policy,
         ),
