@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import orlop
 from orlop import LoadPolicy, TrainEngine
@@ -241,3 +241,38 @@ def test_weights_that_were_tied_load_untied_in_both_layouts(tmp_path, layout):
     ]
     assert torch.equal(moments[0], moments[1])
     assert bool(moments[0].any())
+
+
+@pytest.mark.parametrize("saved", [None, "text", [1, 2], torch.ones(3)], ids=str)
+@pytest.mark.parametrize("kind", [orlop.SwapAdamW, optim.AdamW], ids=["swapped", "stock"])
+def test_what_a_live_tensor_cannot_hold_is_refused_before_anything_changes(tmp_path, kind, saved):
+    first, second = train(make("a", kind=kind)), make("a", kind=kind, rates={"a": 0.5})
+    next(iter(first.optimizers.values())).param_groups[0]["own"] = saved
+    first.save_dcp(tmp_path / "x")
+    (optimizer,) = second.optimizers.values()
+    optimizer.param_groups[0]["own"] = held = torch.tensor(7.0)
+    before = [param.clone() for param in second.model.parameters()]
+    with pytest.raises(CheckpointMismatch, match="1 kind") as caught:
+        second.load_dcp(tmp_path / "x")
+    assert "kind: optimizer[0] own (a hyperparameter is of another kind" in caught.value.found
+    assert optimizer.param_groups[0]["own"] is held
+    assert (held.item(), optimizer.param_groups[0]["lr"]) == (7.0, 0.5)
+    assert all(map(torch.equal, before, second.model.parameters()))
+    second.require_ready()
+    second.load_dcp(tmp_path / "x", load_args=False)
+    assert optimizer.param_groups[0]["own"] is held
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES["lambda"], SCHEDULES["restarts"]], ids=["lambda", "restarts"])
+def test_a_group_of_a_flattened_file_of_torchs_that_is_two_now_has_its_schedule_twice(tmp_path, schedule):
+    first = train(make("ab|c", kind=optim.AdamW, schedule=schedule))
+    (optimizer,) = first.optimizers.values()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, state = get_state_dict(first.model, optimizer, options=options)
+    parts = {"model": model, "optimizer": state, "scheduler": first.scheduler.state_dict()}
+    dcp.save(parts, checkpoint_id=tmp_path / "x")
+    second = make("b|c|a", kind=optim.AdamW, schedule=schedule, rates=dict.fromkeys(RATES, 0.5))
+    second.load_dcp(tmp_path / "x")
+    for engine in (first, second):
+        train(engine, 3, start=2)
+    assert_same(first, second)

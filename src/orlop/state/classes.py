@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from orlop import compat
-from orlop.state.groups import LIVE_FLAGS
+from orlop.state.group_values import LIVE_FLAGS
 
 __all__ = ["contradicting_class"]
 

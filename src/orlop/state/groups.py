@@ -1,110 +1,68 @@
-"""Param groups' values: reading them from both of torch's layouts, and writing them into the live dicts, in place.
+"""Param groups in both of torch's layouts: as leaves, and read from them.
 
 Must not know which saved group is which live one (`pairing`), nor files or ranks.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from orlop import compat
-from orlop.errors import CheckpointMismatch
-from orlop.state.report import GroupDifference
+from orlop.errors import CheckpointMismatch, OptimizerRefused
+from orlop.state.containers import leaves_of
+from orlop.state.group_values import text_of
 from orlop.wording import counted
 
-__all__ = [
-    "LIVE_FLAGS",
-    "path_below",
-    "plan_group",
-    "read_groups",
-    "text_of",
-    "write_group",
-]
-
-_log = logging.getLogger("orlop")
-
-# How a run computes, not what: always the live run's.
-LIVE_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_NOT_VALUES = LIVE_FLAGS | {"params", "param_names"}
+__all__ = ["group_leaves", "path_below", "read_groups"]
 
 
-def plan_group(
-    label: str,
-    live: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    added: Mapping[str, Any] | None = None,
-    *,
-    taken: bool = True,
-) -> tuple[dict[str, Any], list[GroupDifference]]:
-    """The values that a saved group changes or adds in a live one, and what differs. Changes nothing.
+def group_leaves(
+    label: str, groups: Sequence[Mapping[Any, Any]], *, is_flattened: bool
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves of an optimizer's groups, each with its path.
+
+    In the layout of `flatten_optimizer_state_dict=True` every parameter has its group's values.
 
     Args:
-        label: The group's name, for messages.
-        live: The live group.
-        saved: The saved one.
-        added: Options that a class got over time, with the value of the time before: taken where the saved group,
-            written by an older torch, lacks one that the live group has.
-        taken: Whether the values are going to be written; only said in what is returned.
+        label: The optimizer's name, with the key prefix.
+        groups: The groups, with names for parameters.
+        is_flattened: Which of the two layouts.
 
     Raises:
-        CheckpointMismatch: A live tensor would have to take a value of another shape.
+        CheckpointMismatch: The flattened layout has no place for a group.
+        OptimizerRefused: A group's key could not be read back.
     """
-    values = {key: value for key, value in saved.items() if key not in _NOT_VALUES}
-    for key, value in (added or {}).items() if taken and len(saved) > 1 else ():
-        if key in live and key not in values:
-            values[key] = value
-            _log.info("%s: the checkpoint knows no %s; set to %s, as before there was one", label, key, value)
-    differences = []
-    for key, value in values.items():
-        held = live.get(key)
-        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape != value.shape:
+    for index, group in enumerate(groups):
+        _require_keys(f"{label}, group {index}", group, is_flattened=is_flattened)
+        if not is_flattened:
+            for key, value in group.items():
+                for path, leaf in leaves_of(value).items():
+                    yield (label, "param_groups", index, key, *path), leaf
+            continue
+        if not group["params"]:
             raise CheckpointMismatch(
-                "a hyperparameter's shape differs",
-                where=f"{label} {key}",
-                expected=str(tuple(held.shape)),
-                found=str(tuple(value.shape)),
+                "the flattened layout has no place for the values of a param group without parameters",
+                where=f"{label}, group {index}",
+                todo='save with optimizer_layout="nested", or drop the empty group',
             )
-        if isinstance(value, Tensor) and key in live and not isinstance(held, Tensor) and value.numel() == 1:
-            values[key] = value = value.item()
-        ours, theirs = _texts(held, saved.get(key, value))
-        if key in live and ours != theirs:
-            differences.append(GroupDifference(group=label, key=key, live=ours, saved=theirs, taken=taken))
-    return values, differences
+        for fqn in group["params"]:
+            for key, value in group.items():
+                if key != "params":
+                    yield (label, f"param_groups.{fqn}.{key}"), value
 
 
-def write_group(live: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Put the planned values into the live dict; a live tensor stays the same object and is filled."""
-    for key, value in values.items():
-        held = live.get(key)
-        if isinstance(held, Tensor):
-            # A captured graph or a compiled step holds this very tensor.
-            held.detach().copy_(value) if isinstance(value, Tensor) else held.detach().fill_(value)
-        else:
-            live[key] = value
-
-
-def _texts(held: Any, value: Any) -> tuple[str, str]:
-    """Both as text; with their kinds where a number meets a tensor, or a tensor one of another dtype.
-
-    The live kind stays, and a value that it rounds, or another kernel, makes other bits of the next step."""
-    texts = text_of(held), text_of(value)
-    kinds = [str(each.dtype) if isinstance(each, Tensor) else type(each).__name__ for each in (held, value)]
-    if kinds[0] != kinds[1] and (isinstance(held, Tensor) or isinstance(value, Tensor)):
-        return f"{texts[0]} ({kinds[0]})", f"{texts[1]} ({kinds[1]})"
-    return texts
-
-
-def text_of(value: Any) -> str:
-    """A hyperparameter as text: a tensor of one element as its number."""
-    if isinstance(value, Tensor):
-        return str(value.item()) if value.numel() == 1 else f"tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(text_of, value))})"
-    return str(value)
+def _require_keys(where: str, group: Mapping[Any, Any], *, is_flattened: bool) -> None:
+    """A file keeps keys as text, and in the flattened layout behind a parameter's name and a dot."""
+    for key in group:
+        if not isinstance(key, str) or (is_flattened and "." in key):
+            raise OptimizerRefused(
+                "this key of a param group could not be read back from a checkpoint",
+                where=where,
+                expected="a string without dots" if is_flattened else "a string",
+                found=repr(key),
+                todo='name it otherwise; optimizer_layout="nested" has a place for dots',
+            )
 
 
 def path_below(key: str, base: str, paths: Mapping[str, Sequence[Any]] | None) -> tuple[Any, ...]:
@@ -139,8 +97,8 @@ def read_groups(
         firsts: The first name of each saved group, in order, where it is on record for the flattened layout.
 
     Returns:
-        The groups, with renamed `params`; in the flattened layout in the saved order if that is known, else in the live
-        one, and without groups that have no parameters.
+        The groups, with renamed `params`, or with the numbers that stand for names there; in the flattened layout in
+        the saved order if that is known, else in the live one, and without groups that have no parameters.
 
     Raises:
         CheckpointMismatch: In the flattened layout, a live group's parameters were of different groups; or a group has
@@ -185,7 +143,9 @@ def _named(
                 expected="a list of names",
                 found=repr(names),
             )
-        named.append({**group, "params": rename(list(map(str, names)))})
+        # Numbers are positions in an optimizer's lists, whatever the parameters here are called.
+        is_named = not any(isinstance(name, int) for name in names)
+        named.append({**group, "params": rename(list(map(str, names))) if is_named else list(names)})
     return named
 
 

@@ -19,8 +19,11 @@ from orlop.errors import CheckpointMismatch, StateNotReady
 from orlop.ranks import Ranks
 from orlop.state.absence import Stored
 from orlop.state.classes import contradicting_class
+from orlop.state.containers import like_live
 from orlop.state.foresight import Foresight
-from orlop.state.groups import plan_group, read_groups, write_group
+from orlop.state.group_values import plan_group, write_group
+from orlop.state.groups import read_groups
+from orlop.state.hooked import load_through
 from orlop.state.moments import Recorded, StateLoad
 from orlop.state.names import ParameterNames, group_names
 from orlop.state.pairing import pair_groups
@@ -167,8 +170,8 @@ class OptimizerLoad:
             return [self._class_finding(saved_class)], [], {}
         paired, differences = self._decide_groups()
         found, fills = self._decide_state(small)
-        if self.load_args:
-            findings += paired
+        # State by position would be another parameter's, however the groups are taken.
+        findings += [found for found in paired if self.load_args or found.verdict == "layout"]
         if self.load_args and not self.saved and not findings:
             verdict: Verdict = "kept" if self.policy.allow_missing else "missing"
             findings.append(Finding(verdict=verdict, leaf=self.groups_leaf))
@@ -250,19 +253,25 @@ class OptimizerLoad:
         differences: list[GroupDifference] = []
         added = compat.values_before_options(self.optimizer)
         for index, partner in enumerate(pairing.order or ()):
-            live, saved = (
-                self.optimizer.param_groups[index],
-                self.saved[partner] if partner is not None else {},
-            )
-            label = f"{self.label}[{index}]"
+            live, label = self.optimizer.param_groups[index], f"{self.label}[{index}]"
             try:
+                saved = self._saved_like(partner, live, label)
                 values, changed = plan_group(label, live, saved, added, taken=self.load_args)
             except CheckpointMismatch as error:
-                findings.append(_finding("shape", error))
+                findings.append(_finding("kind", error))
                 continue
             differences += changed
             self.values.append(values if self.load_args else {})
         return findings, differences
+
+    def _saved_like(self, partner: int | None, live: Mapping[str, Any], label: str) -> Mapping[str, Any]:
+        """A saved group, with the containers in it as they were: orlop's own files keep those, DCP's leave some out."""
+        saved = {} if partner is None else self.saved[partner]
+        is_whole = self.manifest is not None or self.groups_leaf in self.stored
+        if partner is None or is_whole or not self.load_args:
+            return saved
+        found: Mapping[str, Any] = like_live(saved, live, label, keeps_missing=self.policy.allow_missing)
+        return found
 
     def arrange_schedule(self, state: Any, live: Any) -> Any:
         """A scheduler's saved state for the live groups; without `load_args` its learning rates stay the live ones."""
@@ -301,24 +310,10 @@ class OptimizerLoad:
         """Make what was loaded the optimizer's state, and write the groups' values into the live dicts."""
         states = self.state.complete(small)
         if self.through and self.load_states and self.is_known:
-            self._install_through(states)
+            load_through(self.optimizer, states, self.values or [{} for _ in self.optimizer.param_groups])
             return
         self.state.door.restored(states, self.state.absent)
         for group, values in zip(self.optimizer.param_groups, self.values):
             write_group(group, values)
         for hook in compat.load_post_hooks(self.optimizer):
             hook(self.optimizer)
-
-    def _install_through(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        ids = {param: index for index, param in enumerate(self.state.params)}
-        groups = self.optimizer.param_groups
-        values = self.values or [{} for _ in groups]
-        self.optimizer.load_state_dict(
-            {
-                "state": {ids[param]: dict(state) for param, state in states.items()},
-                "param_groups": [
-                    {**group, **new, "params": [ids[param] for param in group["params"]]}
-                    for group, new in zip(groups, values)
-                ],
-            }
-        )

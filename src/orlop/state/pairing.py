@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from orlop.state.policy import LoadPolicy
 from orlop.state.report import Finding, Verdict
@@ -39,19 +40,20 @@ class Pairing:
 
 
 def pair_groups(
-    live: Sequence[Sequence[str]], saved: Sequence[Sequence[str]], leaf: str, policy: LoadPolicy
+    live: Sequence[Sequence[str]], saved: Sequence[Sequence[Any]], leaf: str, policy: LoadPolicy
 ) -> Pairing:
     """Pair the groups that hold the same parameters, among those that both sides know.
 
     Args:
         live: The names in each live group.
-        saved: Those in each saved one.
+        saved: Those in each saved one, or numbers: positions in the optimizer that was saved.
         leaf: What to call the groups: `optimizer.param_groups`.
         policy: Whether parameters may be new here (`allow_missing`) or gone (`allow_unexpected`).
     """
     here = {name for names in live for name in names}
-    there = {name for names in saved for name in names}
-    if there and all(map(str.isdigit, there)) and not any(map(str.isdigit, here)):
+    there = {str(name) for names in saved for name in names}
+    has_numbers = any(isinstance(name, int) for names in saved for name in names)
+    if has_numbers or (there and all(map(str.isdigit, there)) and not any(map(str.isdigit, here))):
         found = Finding(verdict="layout", leaf=leaf, detail=_BY_POSITION)
         return Pairing(order=None, findings=(found,))
     findings = []

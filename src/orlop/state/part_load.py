@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from orlop import compat
+from orlop.errors import CheckpointMismatch
 from orlop.ranks import Ranks
 from orlop.state.absence import Stored
 from orlop.state.agreement import part_slots
+from orlop.state.containers import like_live, number_states
 from orlop.state.groups import path_below
+from orlop.state.part_fit import find_misfit
 from orlop.state.parts import Live, is_per_rank, plain_parts
 from orlop.state.policy import OWN_PARTS, Options
 from orlop.state.report import Finding, Verdict
@@ -35,6 +38,7 @@ class PartsLoad:
         live: All live parts by name, those that the policy skips too.
         keys: For each part that is wanted the keys that hold it for this rank; none where the checkpoint lacks it.
         misfits: The wanted parts that were saved by another number of ranks, each with what was found.
+        paths: The checkpoint's nested paths, where it has them; to be set before `decide`.
     """
 
     options: Options
@@ -44,6 +48,7 @@ class PartsLoad:
     keys: Mapping[str, tuple[str, ...]]
     misfits: Mapping[str, str]
     paths: Mapping[str, Sequence[Any]] | None = None
+    _live_states: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -76,11 +81,23 @@ class PartsLoad:
 
     def state(self, name: str, small: Mapping[str, Any]) -> Any:
         """A part's saved state; `paths` is to be set where it was saved as a nested dict."""
+        return self._read(name, small)[0]
+
+    def _read(self, name: str, small: Mapping[str, Any]) -> tuple[Any, str]:
+        """A part's saved state, and why it may not be quite that."""
         base, keys = f"{self.options.key_prefix}{name}", self.keys[name]
         if keys == (base,) or (len(keys) == 1 and keys[0].startswith(f"{base}.rank_")):
-            return small[keys[0]]
+            return small[keys[0]], ""
         below = {key: ("part", *path_below(key, f"{base}.", self.paths)) for key in keys}
-        return compat.unflatten_state_dict({key: small[key] for key in keys}, below)["part"]
+        state = compat.unflatten_state_dict({key: small[key] for key in keys}, below)["part"]
+        number_states(state)
+        if name not in self._live_states:
+            self._live_states[name] = self.live[name].state_dict()
+        keeps = self.options.policy.allow_missing
+        try:
+            return like_live(state, self._live_states[name], name, keeps_missing=keeps), ""
+        except CheckpointMismatch as error:
+            return state, f"{error.where}: {error.what}: expected {error.expected}, found {error.found}"
 
     def decide(self, small: Mapping[str, Any], *, is_weights_only: bool) -> list[Finding]:
         """One finding for each wanted part. Changes nothing live.
@@ -100,8 +117,8 @@ class PartsLoad:
             )
         if self.keys[name]:
             # A part may judge a state without taking it: then what does not fit is refused while all is as it was.
-            check = getattr(self.live[name], "check_state_dict", None)
-            misfit = "" if check is None else check(self.state(name, small))
+            state, misfit = self._read(name, small)
+            misfit = misfit or find_misfit(self.live[name], state)
             return Finding(
                 verdict="unfit" if misfit else "loaded", leaf=name if misfit else leaf, detail=misfit
             )

@@ -105,15 +105,17 @@ def find_order(state: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[int, ..
         groups: The saved groups' values.
 
     Returns:
-        The indices; None where groups with equal rates leave more than one way. There may be more rates than groups.
+        The indices; None where groups with equal rates leave more than one way. There may be more rates than groups;
+        where there are fewer, one saved group is several now.
     """
     ways: tuple[int, ...] | None = tuple(range(len(groups)))
     for listed, grouped in _REPEATED:
         theirs = _listed(state, listed)
         ours = [float(group[grouped]) for group in groups if grouped in group]
-        if ours == theirs or Counter(ours) - Counter(theirs):
+        is_split = 0 < len(theirs) < len(groups)
+        if not is_split and (ours == theirs or Counter(ours) - Counter(theirs)):
             continue
-        if all(theirs.count(rate) == 1 for rate in ours):
+        if len(ours) == len(groups) and all(theirs.count(rate) == 1 for rate in ours):
             return tuple(theirs.index(rate) for rate in ours)
         ways = None
     return ways

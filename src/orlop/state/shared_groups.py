@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from orlop.errors import CheckpointMismatch
-from orlop.state.groups import LIVE_FLAGS, text_of
+from orlop.state.group_values import LIVE_FLAGS, text_of
 from orlop.state.plain import digest, plain
 from orlop.wording import counted
 

@@ -62,6 +62,9 @@ def groups(
         if option is None:
             continue
         label, name, key = option
+        if f"{label}.param_groups.0.params" in opened.catalog.leaves:
+            # Numbered groups: what comes after the number is one option, or a place in the dict that it is.
+            name, _, key = f"{name}.{key}".partition(".")
         options = found.setdefault((label, name), {})
         try:
             options[key] = read(leaf)

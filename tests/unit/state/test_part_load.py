@@ -1,11 +1,14 @@
 """Parts that one side lacks, that do not fit, or that a policy misspells: said in one error, or one warning."""
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.optim import lr_scheduler
 
 from orlop import CheckpointStore, LoadPolicy, RngState, SwapAdamW, TrainEngine
 from orlop.errors import CheckpointMismatch
@@ -185,3 +188,100 @@ def test_a_part_that_is_here_and_skipped_is_warned_of_at_every_load(tmp_path, ca
     assert [text for text in warnings(caplog) if "skipped" in text] == [
         "1 part is skipped, as the policy says: what is here stays: scheduler"
     ] * 2
+
+
+class Held:
+    """A part that is its state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def save_by_torch(engine, path, **parts):
+    (optimizer,) = engine.optimizers.values()
+    model, state = get_state_dict(engine.model, optimizer)
+    dcp.save({"model": model, "optimizer": state, **parts}, checkpoint_id=path)
+
+
+SCHEDULES = {
+    "steps": lambda o: lr_scheduler.MultiStepLR(o, [4, 6], 0.1),
+    "chained": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 2), lr_scheduler.MultiStepLR(o, [2, 4], 0.1)], [2]
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=list(SCHEDULES))
+def test_milestones_in_a_file_of_torchs_are_numbers_and_the_rate_drops_at_them(tmp_path, schedule):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return TrainEngine(model, optimizer, schedule(optimizer))
+
+    def rates(engine, steps):
+        (optimizer,) = engine.optimizers.values()
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            engine.scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    first, second = make(0), make(1)
+    rates(first, 3)
+    save_by_torch(first, tmp_path / "x", scheduler=first.scheduler.state_dict())
+    second.load_dcp(tmp_path / "x")
+    inner = getattr(second.scheduler, "_schedulers", [second.scheduler])[-1]
+    assert type(inner.milestones) is Counter
+    assert sorted(inner.milestones) in ([4, 6], [2, 4])
+    expected = rates(first, 6)
+    assert len(set(expected)) > 1
+    assert rates(second, 6) == expected
+
+
+def test_a_part_in_a_file_of_torchs_comes_back_with_its_keys_and_empty_dicts(tmp_path):
+    state = {"z": 1, "stages": {2: 0.5, 10: {}}, "seen": Counter({3: 1}), "a": [{}, {1: torch.ones(1)}]}
+    save_by_torch(trained(), tmp_path / "x", mine=state)
+    live = {"z": 0, "stages": {2: 0.0, 10: {}}, "seen": Counter({4: 2}), "a": [{}, {1: torch.zeros(1)}]}
+    other = make(scheduler=False, seed=1, mine=Held(live))
+    other.load_dcp(tmp_path / "x")
+    found = other.parts["mine"].state
+    assert found == state
+    assert list(found) == list(state)
+    assert type(found["seen"]) is Counter
+
+
+@pytest.mark.parametrize("live", [{"stages": {}}, {}, None], ids=str)
+def test_a_part_whose_keys_nothing_tells_is_refused_before_anything_changes(tmp_path, live):
+    save_by_torch(trained(), tmp_path / "x", mine={"stages": {1: 0.5}})
+    other = make(scheduler=False, seed=1, mine=Held(live))
+    before = snapshot(other)
+    with pytest.raises(CheckpointMismatch, match="1 unfit") as caught:
+        other.load_dcp(tmp_path / "x")
+    assert_unchanged(other, before)
+    assert other.parts["mine"].state is live
+    assert "unfit: mine (mine['stages']: DCP writes every key as text" in caught.value.found
+    other.load_dcp(tmp_path / "x", policy=LoadPolicy(skip_parts={"mine"}))
+    assert other.parts["mine"].state is live
+
+
+def test_an_optimizer_as_a_part_takes_its_state_from_a_file_of_torchs(tmp_path):
+    def make_part():
+        parameter = nn.Parameter(torch.ones(2))
+        return parameter, torch.optim.AdamW([parameter])
+
+    parameter, source = make_part()
+    parameter.grad = torch.ones(2)
+    source.step()
+    save_by_torch(trained(), tmp_path / "x", other=source.state_dict())
+    parameter, part = make_part()
+    make(scheduler=False, seed=1, other=part).load_dcp(tmp_path / "x")
+    assert part.state[parameter]["step"] == 1

@@ -65,3 +65,13 @@ def test_rates_are_as_far_along_as_the_saved_ones():
     assert rates_in_place({}, live, (0, 1)) == (None, None)
     chained = {"_schedulers": [saved]}
     assert rates_in_place(chained, {"_schedulers": [{"base_lrs": [3.0]}]}, (0,)) == (1.5,)
+
+
+def test_a_saved_group_that_is_several_now_has_one_rate_for_all_of_them():
+    groups = [{"initial_lr": 1.0}, {"initial_lr": 2.0}, {"initial_lr": 1.0}]
+    order = find_order({"base_lrs": [2.0, 1.0]}, groups)
+    assert order == (1, 0, 1)
+    assert GroupOrder(order=order).arrange({"base_lrs": [2.0, 1.0]}, {}) == {"base_lrs": [1.0, 2.0, 1.0]}
+    # Set by hand: no telling which is which.
+    assert find_order({"base_lrs": [2.0, 5.0]}, groups) is None
+    assert find_order({"base_lrs": [2.0]}, [{"lr": 2.0}, {"lr": 2.0}]) is None
