@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from orlop import compat
-from orlop.arguments import require_path
+from orlop.arguments import require_kind, require_path
 from orlop.dcp.collector import without_collection
 from orlop.dcp.layout import local_box
 from orlop.dcp.places import holds_checkpoint, no_checkpoint, nothing_there
 from orlop.dcp.planner import FlatLoadPlanner
 from orlop.dcp.reader import Reader, ReadReport
-from orlop.dcp.storage import ReadMetadataOnce
+from orlop.dcp.storage import WrappedReader
 from orlop.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -72,19 +72,23 @@ class _Source:
     """An opened checkpoint: its reader, and what its metadata says."""
 
     place: str
-    reader: ReadMetadataOnce
+    reader: WrappedReader
     metadata: Metadata
     stored: Mapping[str, Stored]
     manifest: Manifest | None
     report: ReadReport | None  # of orlop's own reader
 
     @property
-    def identity(self) -> tuple[str, str]:
-        """What tells this checkpoint from another one of the same model: for people, and for comparing."""
+    def identity(self) -> tuple[str, str, str]:
+        """Where it is, and what tells it from another one of the same model: for people, and for comparing."""
         note = self.manifest
         text = "no manifest" if note is None else f"step {note.step}, of {note.created.isoformat()}"
         content = None if note is None else note.model_dump_json()
-        return text, digest([content, getattr(self.metadata.storage_meta, "save_id", None), len(self.stored)])
+        return (
+            self.place,
+            text,
+            digest([content, getattr(self.metadata.storage_meta, "save_id", None), len(self.stored)]),
+        )
 
     def require_files(self, fills: Mapping[str, Tensor]) -> None:
         """Raise, before anything live changes, when a file that the fills need is not there, or too short."""
@@ -126,23 +130,25 @@ def resume_checkpoint(
         CheckpointMismatch: It does not fit; on every rank alike, and nothing was changed.
         OrlopError: On every rank, when any rank failed.
     """
-    if storage_reader is None:
-        require_path("weights_dir", path)
-    require_options(policy=policy, load_states=load_states, load_args=load_args)
     ranks = engine.ranks
-    options = Options(
-        load_states=load_states,
-        load_args=load_args,
-        policy=policy or LoadPolicy(),
-        key_prefix=key_prefix,
-        is_auto=is_auto,
-    )
+    with ranks.asked("load"):
+        if storage_reader is None:
+            require_path("weights_dir", path)
+        require_options(policy=policy, load_states=load_states, load_args=load_args)
+        require_kind("key_prefix", key_prefix, str, "a string")
+        options = Options(
+            load_states=load_states,
+            load_args=load_args,
+            policy=policy or LoadPolicy(),
+            key_prefix=key_prefix,
+            is_auto=is_auto,
+        )
     with phase("load") as measured:
         ranks.require_alike("load", options.plain())
         with ranks.together("look at the checkpoint"):
             source = _open(path, storage_reader)
             expected = expect(engine, source.stored, source.manifest, options)
-        _require_one_checkpoint(source, ranks)
+        place = _require_one_checkpoint(source, ranks)
         if load_args:
             _share_group_names(expected, ranks)
         small = _read(source, expected.small_leaves(), ranks, "read the checkpoint's plain data")
@@ -150,7 +156,12 @@ def resume_checkpoint(
             small |= _read_if_possible(source, expected.optional_leaves(), ranks)
         with ranks.together("compare the checkpoint with the live objects"):
             expected.decide(small, source.metadata.planner_data)
-        findings = _agree(expected, ranks, source.place)
+        needed = sum(_bytes(tensor) for tensor in expected.fills.values())
+        told = ranks.gather((expected.model.is_through, expected.model.is_readable))
+        if any(is_through for is_through, _ in told) and all(is_readable for _, is_readable in told):
+            findings = _try_model(engine, source, expected, place)
+        else:
+            findings = _agree(expected, ranks, place)
         _announce(findings, expected.strangers, ranks)
         _fill_and_install(engine, source, expected, small)
     read = source.report
@@ -158,7 +169,7 @@ def resume_checkpoint(
         findings=tuple(findings),
         differences=tuple(expected.differences),
         seconds=measured.seconds,
-        bytes_needed=sum(_bytes(tensor) for tensor in expected.fills.values()),
+        bytes_needed=needed,
         bytes_read=source.reader.bytes_read if read is None else read.bytes_read,
         unchecked={} if read is None else dict(read.unchecked),
         fallbacks={} if read is None else dict(read.fallbacks),
@@ -185,7 +196,7 @@ def _open(path: str | os.PathLike[str], storage_reader: StorageReader | None) ->
         raise CheckpointCorrupt("its .metadata can't be read", where=place, found=str(error)) from error
     return _Source(
         place=place,
-        reader=ReadMetadataOnce(reader, metadata),
+        reader=WrappedReader(reader, metadata),
         metadata=metadata,
         stored=stored_leaves(metadata),
         manifest=reader.manifest if isinstance(reader, Reader) else None,
@@ -193,18 +204,24 @@ def _open(path: str | os.PathLike[str], storage_reader: StorageReader | None) ->
     )
 
 
-def _require_one_checkpoint(source: _Source, ranks: Ranks) -> None:
-    """Every rank opened the same checkpoint: nodes with disks of their own may have another step under one path."""
+def _require_one_checkpoint(source: _Source, ranks: Ranks) -> str:
+    """Every rank opened the same checkpoint: nodes with disks of their own may have another step under one path.
+
+    Returns:
+        Where the coordinator found it, for messages that are every rank's: paths may differ from node to node.
+    """
     everyone = ranks.gather(source.identity)
-    for rank, identity in enumerate(everyone):
-        if identity != everyone[0]:
+    place, text, content = everyone[0]
+    for rank, (its_place, its_text, its_content) in enumerate(everyone):
+        if its_content != content:
             raise CheckpointMismatch(
                 "ranks see different checkpoints; nothing was changed",
-                where=f"rank {rank}: {source.place}",
-                expected=f"as on rank 0: {everyone[0][0]}",
-                found=identity[0],
+                where=f"rank {rank}: {its_place}",
+                expected=f"as on rank 0: {text}, in {place}",
+                found=its_text,
                 todo="give every node the same checkpoint, whole, or a file system that they share",
             )
+    return place
 
 
 def _read(source: _Source, leaves: dict[str, Any], ranks: Ranks, what: str) -> dict[str, Any]:
@@ -272,10 +289,37 @@ def _announce(findings: list[Finding], strangers: list[str], ranks: Ranks) -> No
         _log.warning("%s", "; ".join(texts))
 
 
+def _try_model(engine: Live, source: _Source, expected: Expectation, place: str) -> list[Finding]:
+    """A model with load hooks is loaded first, as only that tells what fits; on all ranks, or put back on all."""
+    model, ranks = expected.model, engine.ranks
+    with ranks.together("look at the checkpoint's files"):
+        source.require_files(expected.fills)
+    _read(source, dict(model.fills) if model.is_through else {}, ranks, "read the model's tensors")
+    reason = f"loading {source.place} failed, and the model could not be put back"
+    try:
+        with ranks.together("load the model by its own load_state_dict"):
+            expected.try_model(engine.model)
+        findings = _agree(expected, ranks, place)
+    except BaseException:
+        try:
+            model.undo()
+        except BaseException:
+            engine.invalidate(reason)
+            raise
+        raise
+    engine.invalidate(_half_way(source))
+    expected.settle_model()
+    return findings
+
+
+def _half_way(source: _Source) -> str:
+    return f"loading {source.place} failed half-way"
+
+
 def _fill_and_install(engine: Live, source: _Source, expected: Expectation, small: Mapping[str, Any]) -> None:
     with engine.ranks.together("look at the checkpoint's files"):
         source.require_files(expected.fills)
-    reason = f"loading {source.place} failed half-way"
+    reason = _half_way(source)
     engine.invalidate(reason)
     _read(source, dict(expected.fills), engine.ranks, "read the checkpoint's tensors")
     try:

@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from orlop import compat
 from orlop.dcp.layout import describe_layout, local_box
 from orlop.errors import CheckpointMismatch
 from orlop.ranks import Ranks
+from orlop.state.containers import leaves_of
+from orlop.state.extra import is_extra_state
+from orlop.state.groups import group_leaves
 from orlop.state.initial import initial_state
 from orlop.state.parts import LocalParts
 from orlop.state.plain import digest
@@ -41,6 +43,7 @@ __all__ = [
     "SaveOptions",
     "agree",
     "part_slots",
+    "require_apart",
 ]
 
 Layout = Literal["nested", "flattened"]
@@ -122,13 +125,17 @@ def agree(
         holding = _hold(local, places)
     holdings = ranks.gather(holding) if places else []
     with ranks.together("lay out the leaves"):
+        require_apart([*local.groups, *local.data])
         names = union_groups([told.names for told in everyone])
         require_equal_values([told.values for told in everyone])
         require_equal_replicas(everyone)
         check_replicas(places, everyone, holdings)
         collected = _describe(everyone, record_uneven(places, everyone, holdings), options.key_prefix)
         for path, value in local.tensors.items():
-            collected.add(_state_path(path, options), value)
+            # Ranks that have other extra state may have other leaves of it: then one rank's is saved whole.
+            is_nested = is_extra_state(path[1]) and options.key_prefix + ".".join(path) not in collected.torn
+            for below, leaf in (leaves_of(value) if is_nested else {(): value}).items():
+                collected.add((*_state_path(path, options), *below), leaf)
         for place in places:
             if lacks_writer(place, ranks.rank, everyone, holdings):
                 _add_initial(collected, local, place, options, optimizers, whole=False)
@@ -145,6 +152,24 @@ def agree(
             slot = () if one else (f"rank_{ranks.rank}",)
             collected.add((options.key_prefix + name, *slot), data)
     return collected
+
+
+def require_apart(names: Sequence[str]) -> None:
+    """Refuse a part or optimizer whose keys could not be told from another one's, or the model's.
+
+    Raises:
+        CheckpointMismatch: Names both.
+    """
+    for name in names:
+        for other in ("model", *names):
+            if name.startswith(f"{other}."):
+                raise CheckpointMismatch(
+                    "the keys of one part of a checkpoint would begin as those of another do",
+                    where=name,
+                    expected=f"a name that does not begin with {other + '.'!r}",
+                    found=repr(name),
+                    todo="name it without that dot",
+                )
 
 
 def _tell(local: LocalParts) -> Told:
@@ -225,35 +250,18 @@ def _add_groups(
 ) -> None:
     for label, groups in local.groups.items():
         named = [{**group, "params": fqns} for group, fqns in zip(groups, names[label])]
-        if options.layout == "flattened":
-            _add_flattened(collected, options.key_prefix + label, named)
-            collected.group_firsts[label] = [group["params"][0] for group in named]
-            continue
-        flat, paths = compat.flatten_state_dict({options.key_prefix + label: {"param_groups": named}})
-        for key, value in flat.items():
-            collected.add(paths[key], value)
-
-
-def _add_flattened(collected: Collected, label: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """The layout of `flatten_optimizer_state_dict=True`: every parameter has its group's values."""
-    for index, group in enumerate(groups):
-        if not group["params"]:
-            raise CheckpointMismatch(
-                "the flattened layout has no place for the values of a param group without parameters",
-                where=f"{label}, group {index}",
-                todo='save with optimizer_layout="nested", or drop the empty group',
-            )
-        for fqn in group["params"]:
-            for key, value in group.items():
-                if key != "params":
-                    collected.add((label, f"param_groups.{fqn}.{key}"), value)
+        is_flattened = options.layout == "flattened"
+        if is_flattened:
+            collected.group_firsts[label] = [group["params"][0] for group in named if group["params"]]
+        for path, value in group_leaves(options.key_prefix + label, named, is_flattened=is_flattened):
+            collected.add(path, value)
 
 
 def part_slots(name: str, stored: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """A part's keys: its slots for each rank, else all keys that it has; the other of the two is empty."""
-    keys = set(stored)
+    """A part's keys: its slots for each rank, else all keys that it has, in order; the other of the two is empty."""
+    keys = dict.fromkeys(stored)
     if name in keys:
         return (), (name,)
-    nested = tuple(sorted(key for key in keys if key.startswith(f"{name}.")))
+    nested = tuple(key for key in keys if key.startswith(f"{name}."))
     slots = tuple(key for key in nested if _SLOT.fullmatch(key[len(name) :]))
     return (slots, ()) if slots and len(slots) == len(nested) else ((), nested)

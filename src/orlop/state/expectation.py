@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from orlop.state.absence import Stored, state_index
 from orlop.state.matching import check_unclaimed, nearest_prefix
 from orlop.state.model import view_model
 from orlop.state.names import require_all_named
 from orlop.state.optimizer import OptimizerLoad
+from orlop.state.own_load import OwnModelLoad
 from orlop.state.part_load import PartsLoad
 from orlop.state.parts import Live, plain_parts
 from orlop.state.policy import Options
@@ -128,6 +129,7 @@ class Expectation:
             paths: The checkpoint's nested paths, where it has them.
         """
         self.parts.paths = paths
+        self.model.take(small, paths)
         self.model.decide()
         self.findings += self.model.findings
         self.fills.update(self.model.fills)
@@ -147,6 +149,25 @@ class Expectation:
         self.findings += self.parts.decide(small, is_weights_only=only_model)
         self._decide_schedule(small)
         self._decide_strangers()
+
+    def try_model(self, model: nn.Module) -> None:
+        """Load a model of which only that tells what fits, from its fills, which are read by then.
+
+        What was found of all else stays. Then either `settle_model`, or `model.undo`.
+        """
+        decided = len(self.model.findings)
+        self.model.try_out(model)
+        if self.model.is_foreign:
+            self.findings, self.unclaimed = list(self.model.findings), {}
+        else:
+            self.findings[:decided] = self.model.findings
+            self.unclaimed[self.model.prefix] = self.model.unclaimed
+
+    def settle_model(self) -> None:
+        """The model stays as it was tried: what was read for it is done with."""
+        if self.model.is_through:
+            self.fills = {key: fill for key, fill in self.fills.items() if key not in self.model.fills}
+            self.model.settle()
 
     def _decide_weights_only(self) -> None:
         wants = self.options.load_states and not self.options.policy.allow_weights_only
@@ -198,7 +219,7 @@ class Expectation:
 
     def install(self, live: Live, small: Mapping[str, Any]) -> None:
         """Hand over what was loaded: model, optimizers, scheduler, other parts, RNG last."""
-        self.model.install(live.model, small)
+        self.model.install(live.model)
         for load in self.optimizers.values():
             load.install(small)
         for name, part in plain_parts(live).items():
@@ -262,6 +283,7 @@ def expect(
         CheckpointMismatch: The model is on the meta device, or a rank's part of a tensor is not one box.
     """
     view = view_model(live.model)
+    model_load = ModelLoad if view.through is None else OwnModelLoad
     require_all_named(view.names, live.optimizers)
     optimizers = {
         label: OptimizerLoad.of(
@@ -280,7 +302,7 @@ def expect(
         options=options,
         stored=stored,
         manifest=manifest,
-        model=ModelLoad(
+        model=model_load(
             prefix=prefix,
             view=view,
             targets=view.targets(),

@@ -6,16 +6,16 @@ know files or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from orlop import compat
 from orlop.errors import CheckpointMismatch
+from orlop.state.extra import is_extra_state
 from orlop.state.names import ParameterNames, clean_key, walk
 from orlop.state.plain import require_dense
 
@@ -31,17 +31,34 @@ class ModelView:
         entries: The live tensors and, for modules with extra state, their values.
         raw_keys: The `state_dict` key of each entry.
         through: Why loading must go through `load_state_dict`; None when the entries can be filled in place.
+        versions: The modules' versions, as `load_state_dict` hooks are told them.
     """
 
     names: ParameterNames
     entries: Mapping[str, Any]
     raw_keys: Mapping[str, str]
     through: str | None
+    versions: Any = None
 
     def is_frozen(self, fqn: str) -> bool:
         """Whether the entry is a parameter that does not train."""
         tensor = self.names.tensors.get(fqn)
         return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+    def raw_names(self, fqns: Iterable[str]) -> dict[str, str]:
+        """The `state_dict` keys of these names; those of names that are no entry have their module's wrappers, too."""
+        wrapped: dict[str, str] = {}
+        for fqn, raw in self.raw_keys.items():
+            for module, rest in _cuts(fqn):
+                if not raw.endswith(rest):
+                    break
+                wrapped.setdefault(module, raw.removesuffix(rest))
+
+        def key(fqn: str) -> str:
+            near = ((wrapped[module], rest) for module, rest in _cuts(fqn) if module in wrapped)
+            return self.raw_keys.get(fqn) or "".join(next(near, ("", fqn)))
+
+        return {fqn: key(fqn) for fqn in fqns}
 
     def aliases(self) -> dict[str, str]:
         """Tied names, each with the name that its tensor is saved under: the first in registration order."""
@@ -61,7 +78,7 @@ class ModelView:
         return found
 
     def targets(self) -> dict[str, Tensor]:
-        """The tensors that a load fills, by FQN: the live ones, or new ones when loading goes `through`.
+        """The live tensors that a load fills, by FQN.
 
         Modules' extra state is not among them: it may have another shape in every checkpoint.
 
@@ -79,17 +96,14 @@ class ModelView:
                 where=", ".join(metas[:5]),
                 todo="call model.to_empty(device=...) before loading",
             )
-        if self.through is None:
-            return tensors
-        return {
-            fqn: compat.empty_state_like(tensor, tensor.dtype, compat.local_tensor(tensor).device)
-            for fqn, tensor in tensors.items()
-        }
+        return tensors
 
 
-def is_extra_state(fqn: str) -> bool:
-    """Whether the entry is what a module's `get_extra_state` gives, rather than a parameter or buffer."""
-    return fqn.rpartition(".")[2] == "_extra_state"
+def _cuts(fqn: str) -> Iterator[tuple[str, str]]:
+    """Each way to cut a name in a module's and the rest, the nearest module first."""
+    segments = fqn.split(".")
+    for cut in reversed(range(len(segments))):
+        yield ".".join(segments[:cut]), ".".join(segments[cut:])
 
 
 def view_model(model: nn.Module) -> ModelView:
@@ -121,7 +135,11 @@ def view_model(model: nn.Module) -> ModelView:
         entries[fqn], raw_keys[fqn] = value, key
     names = ParameterNames.of(model)
     return ModelView(
-        names=names, entries=entries, raw_keys=raw_keys, through=_why_through(model, names, entries)
+        names=names,
+        entries=entries,
+        raw_keys=raw_keys,
+        through=_why_through(model, names, entries),
+        versions=getattr(state, "_metadata", None),
     )
 
 
@@ -142,22 +160,10 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.dtype == b.dtype
 
 
-def install(model: nn.Module, view: ModelView, loaded: Mapping[str, Any], *, strict: bool) -> None:
-    """Finish a load: hand over extra state and fire the hooks; tensors filled in place stay where they are.
-
-    Args:
-        model: The live model.
-        view: How it looked before the load.
-        loaded: Loaded values by FQN: all of them when loading goes `through`, else only extra state counts.
-        strict: Whether `load_state_dict` may miss or find more keys.
-    """
-    if view.through is not None:
-        state = {view.raw_keys.get(fqn, fqn): value for fqn, value in loaded.items()}
-        with torch.no_grad():
-            model.load_state_dict(state, strict=strict)
-        return
+def install(model: nn.Module, view: ModelView, extra: Mapping[str, Any]) -> None:
+    """Finish a load in place: hand over extra state, by FQN, and fire the hooks; tensors stay where they are."""
     for prefix, module in walk(model):
-        extra = f"{prefix}_extra_state"
-        if extra in loaded and extra in view.entries:
-            module.set_extra_state(loaded[extra])
+        fqn = f"{prefix}_extra_state"
+        if fqn in extra and fqn in view.entries:
+            module.set_extra_state(extra[fqn])
     compat.fire_load_post_hooks(model)

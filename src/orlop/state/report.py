@@ -50,6 +50,7 @@ Verdict = Literal[
     "unexpected part",  # a run that goes on by itself would leave a part of the checkpoint behind
     "other ranks",  # a part that each rank has its own of, and there is another number of ranks
     "unfit",  # a part can't take its state
+    "refused",  # what the model's own load_state_dict raised
     "no part",  # the policy skips what nobody knows
     "partial",
     "uneven",  # state differed by rank, and the ranks are cut otherwise now
