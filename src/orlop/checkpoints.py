@@ -138,9 +138,10 @@ class CheckpointStore:
             OrlopError: On every rank, when any rank failed; nothing is published.
         """
         require_engine(engine)
-        require_count("step", step)
-        require_flags(fingerprint=fingerprint)
-        path = self.path(step)
+        with engine.ranks.asked("save a checkpoint"):
+            require_count("step", step)
+            require_flags(fingerprint=fingerprint)
+            path = self.path(step)
         engine.ranks.on_coordinator(f"make room for {path.name}", lambda: self._make_room(step))
         save_checkpoint(engine, path, step=step, fingerprint=fingerprint)
         if engine.ranks.is_coordinator:
@@ -179,8 +180,9 @@ class CheckpointStore:
                 tried instead.
         """
         require_engine(engine)
-        require_count("step", step, optional=True)
-        require_options(policy=policy, load_states=load_states, load_args=load_args)
+        with engine.ranks.asked("resume"):
+            require_count("step", step, optional=True)
+            require_options(policy=policy, load_states=load_states, load_args=load_args)
         engine.ranks.require_alike("resume", {"step": step})
         load = _Load(
             engine=engine, load_states=load_states, load_args=load_args, policy=policy or LoadPolicy()

@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from orlop import compat
 from orlop.arguments import require_callable, require_kind, require_positive
 from orlop.batches import micro_batches_of, require_loss
-from orlop.errors import OptimizerRefused, StateNotReady
+from orlop.errors import OptimizerRefused
 from orlop.norm import clip, count_holders, total_norm
 from orlop.ranks import Ranks
 from orlop.resume import LoadPolicy, LoadReport, resume_checkpoint
 from orlop.save import save_checkpoint
-from orlop.state.agreement import Layout
+from orlop.state.agreement import Layout, require_apart
 from orlop.state.names import ParameterNames, require_all_named
-from orlop.state.stock import move_stock_state, state_of
+from orlop.state.stock import half_loaded, let_step, move_stock_state, state_of
 
 __all__ = ["TrainEngine"]
 
@@ -45,7 +45,7 @@ class TrainEngine:
         scheduler: An LR scheduler; the caller steps it.
         parts: More state to save, by name: objects with `state_dict` and `load_state_dict` that hold plain data. One
             that has `check_state_dict` too, which says why a state doesn't fit (or an empty string) and changes
-            nothing, is asked before a load changes anything.
+            nothing, is asked before a load changes anything; so it is with modules and a GradScaler.
         max_grad_norm: What `clip_grad_norm` clips to; None measures only.
         skip_grad_norm_threshold: A step with a larger norm is skipped; None skips only norms that are not finite.
         process_group: The control group, of all ranks and on CPU; by default a gloo group made here.
@@ -59,6 +59,7 @@ class TrainEngine:
         ParameterReplaced: The optimizer holds parameters that are not in the model.
         TypeError: An argument is not what is meant.
         ValueError: A name is taken, a norm is not finite and above 0, or the scheduler drives another optimizer.
+        RankFailed: Either of these, on any of several ranks; raised on all of them.
     """
 
     def __init__(
@@ -72,33 +73,27 @@ class TrainEngine:
         skip_grad_norm_threshold: float | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        _require_kinds(model, optimizer, scheduler)
-        require_kind("parts", parts, (Mapping, NoneType), "a mapping: parts by name")
-        require_positive("max_grad_norm", max_grad_norm)
-        require_positive("skip_grad_norm_threshold", skip_grad_norm_threshold)
-        self.model = model
-        self.optimizers: Mapping[str, Optimizer] = (
-            {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else dict(optimizer)
-        )
-        self.scheduler = scheduler
-        self.parts: MutableMapping[str, Any] = dict(parts or {})
+        self.ranks = Ranks.create(process_group)
+        with self.ranks.asked("build the engine"):
+            _require_kinds(model, optimizer, scheduler)
+            require_kind("parts", parts, (Mapping, NoneType), "a mapping: parts by name")
+            require_positive("max_grad_norm", max_grad_norm)
+            require_positive("skip_grad_norm_threshold", skip_grad_norm_threshold)
+            self.model = model
+            self.optimizers: Mapping[str, Optimizer] = (
+                {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else dict(optimizer)
+            )
+            self.scheduler = scheduler
+            self.parts: MutableMapping[str, Any] = dict(parts or {})
+            _require_names(self.optimizers, self.parts)
+            _require_savable({"scheduler": scheduler, **self.parts})
+            require_all_named(ParameterNames.of(model), self.optimizers)
+            _require_gradients_to_measure(self.optimizers)
         self.max_grad_norm = max_grad_norm
         self.skip_grad_norm_threshold = skip_grad_norm_threshold
-        self.ranks = Ranks.create(process_group)
         self._not_ready: str | None = None
         self._begins_anew = False
         self._holders: dict[str, int] | None = None
-        if self.ranks.world_size == 1:
-            # Alone, as Python's own errors; parts may differ by rank, and then all ranks must hear of it.
-            self._require_parts()
-        with self.ranks.together("build the engine"):
-            self._require_parts()
-            require_all_named(ParameterNames.of(model), self.optimizers)
-            _require_gradients_to_measure(self.optimizers)
-
-    def _require_parts(self) -> None:
-        _require_names(self.optimizers, self.parts)
-        _require_savable({"scheduler": self.scheduler, **self.parts})
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -246,7 +241,7 @@ class TrainEngine:
         )
 
     def invalidate(self, reason: str) -> None:
-        """The live state is half old, half new from here on: refuse to step and to save."""
+        """The live state is half old, half new from here on: this and the optimizers refuse to step and to save."""
         self._not_ready = reason
         for optimizer in self.optimizers.values():
             state_of(optimizer).invalidate(reason)
@@ -254,16 +249,14 @@ class TrainEngine:
     def mark_ready(self) -> None:
         """A load has succeeded: the live state is whole again."""
         self._not_ready = None
+        for optimizer in self.optimizers.values():
+            let_step(optimizer)
         self._begins_anew = True
 
     def require_ready(self) -> None:
         """Raise StateNotReady after a load that failed half-way."""
         if self._not_ready is not None:
-            raise StateNotReady(
-                "the live state is half old, half new",
-                found=self._not_ready,
-                todo="load a checkpoint before stepping or saving",
-            )
+            raise half_loaded(self._not_ready)
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
@@ -313,6 +306,7 @@ def _require_names(optimizers: Mapping[str, Optimizer], parts: Mapping[str, Any]
         require_kind("the name of an optimizer or part", name, str, "a string")
         if name in _RESERVED or (name in optimizers and name in parts):
             raise ValueError(f"a part or optimizer can't be named {name!r}: that name is taken")
+    require_apart([*optimizers, *parts])
 
 
 def _require_savable(parts: Mapping[str, Any]) -> None:

@@ -2,6 +2,9 @@
 
 Owns the words for what is not an error of orlop's own: what the system refuses, another library's exception, a rank
 that went away. Must not know how ranks talk.
+
+DCP sends an exception itself to the other ranks. One that can't be pickled, or not unpickled elsewhere, breaks its
+collectives: that rank leaves and the others wait. So no exception but orlop's own gets into them: see `told`.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import errno
 import os
 import re
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint import CheckpointException
@@ -18,7 +22,7 @@ from torch.distributed.checkpoint import CheckpointException
 from orlop import errors
 from orlop.errors import OrlopError, RankFailed
 
-__all__ = ["Failure", "as_error", "failures_of", "lost_rank"]
+__all__ = ["Failure", "as_error", "failures_of", "lost_rank", "told"]
 
 # What the operating system refuses because of where it was asked to, each with what to do.
 _PERMISSION = "give this user permission there, or give another path"
@@ -39,7 +43,12 @@ _REFUSALS: dict[int | None, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One rank's failure as plain text: an exception that can't be pickled must not break the gather."""
+    """One rank's failure as plain text: an exception that can't be pickled must not break the gather.
+
+    Attributes:
+        kind: The name of orlop's error that it is or becomes; empty for any other exception.
+        is_refusal: It is what the system said alone: what was to be done goes before it.
+    """
 
     kind: str
     what: str
@@ -47,31 +56,70 @@ class Failure:
     expected: str | None = None
     found: str | None = None
     todo: str | None = None
+    is_refusal: bool = False
 
 
-def failures_of(raised: BaseException, rank: int, what: str) -> dict[int, Failure]:
+class Told(Exception):
+    """A failure as an exception that every rank can unpickle, whatever it was before."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return self.failure.what
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """What the block raises can be sent to other ranks; also a decorator, for what DCP calls.
+
+    Errors of orlop's own, KeyboardInterrupt and SystemExit stay as they are.
+
+    Raises:
+        Told: Another exception, as text.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, Told):
+        raise
+    except BaseException as error:
+        if _own_kind(error) is type(error):
+            raise
+        raise Told(_failure(error, traceback.extract_tb(error.__traceback__))) from error
+
+
+def failures_of(raised: BaseException, rank: int) -> dict[int, Failure]:
     """What failed, by rank.
 
     Args:
         raised: What this rank's attempt raised.
         rank: This rank.
-        what: What it was to do.
     """
     # Torch's CheckpointException carries the causes of all ranks, and every rank raises it.
     if isinstance(raised, CheckpointException) and raised.failures:
-        return {at: _failure(cause, frames, what) for at, (cause, frames) in raised.failures.items()}
-    return {rank: _failure(raised, traceback.extract_tb(raised.__traceback__), what)}
+        return {at: _failure(cause, frames) for at, (cause, frames) in raised.failures.items()}
+    return {rank: _failure(raised, traceback.extract_tb(raised.__traceback__))}
 
 
-def _failure(raised: BaseException, frames: Iterable[traceback.FrameSummary], what: str) -> Failure:
+def _own_kind(raised: BaseException) -> type[OrlopError] | None:
+    """The class of orlop's tree that an error is of; a subclass made elsewhere counts as its parent here."""
+    return next((kind for kind in type(raised).__mro__ if vars(errors).get(kind.__name__) is kind), None)
+
+
+def _failure(raised: BaseException, frames: Iterable[traceback.FrameSummary]) -> Failure:
+    if isinstance(raised, Told):
+        return raised.failure
     if isinstance(raised, OrlopError):
+        kind = _own_kind(raised)
+        assert kind is not None
         return Failure(
-            kind=type(raised).__name__,
-            what=raised.what,
-            where=raised.where,
-            expected=raised.expected,
-            found=raised.found,
-            todo=raised.todo,
+            kind=kind.__name__,
+            what=_text(raised.what),
+            where=_optional_text(raised.where),
+            expected=_optional_text(raised.expected),
+            found=_optional_text(raised.found),
+            todo=_optional_text(raised.todo),
         )
     if isinstance(raised, OSError) and raised.errno in _REFUSALS:
         is_full = raised.errno in _FULL
@@ -79,9 +127,10 @@ def _failure(raised: BaseException, frames: Iterable[traceback.FrameSummary], wh
             # The path tells all; a line of code would tell nothing more.
             return Failure(
                 kind="StorageFull" if is_full else "StorageRefused",
-                what=f"could not {what}: {raised.strerror}",
-                where=None if raised.filename is None else str(raised.filename),
+                what=_text(raised.strerror),
+                where=_optional_text(raised.filename),
                 todo=_REFUSALS[raised.errno],
+                is_refusal=True,
             )
     return Failure(kind="", what=_one_line(raised) + _place(frames))
 
@@ -93,8 +142,20 @@ def _place(frames: Iterable[traceback.FrameSummary]) -> str:
 
 
 def _one_line(raised: BaseException) -> str:
-    text = str(raised).strip()
+    text = _text(raised).strip()
     return f"{type(raised).__name__}: {text}" if text else type(raised).__name__
+
+
+def _text(value: object) -> str:
+    """`str` of it. That another library's own `__str__` fails must not keep this rank from telling the others."""
+    try:
+        return str(value)
+    except Exception as error:
+        return f"(its text can't be had: {type(error).__name__})"
+
+
+def _optional_text(value: object) -> str | None:
+    return None if value is None else _text(value)
 
 
 def as_error(what: str, failures: Mapping[int, Failure], world_size: int) -> OrlopError:
@@ -106,7 +167,8 @@ def as_error(what: str, failures: Mapping[int, Failure], world_size: int) -> Orl
     place = None if world_size == 1 else f"rank {rank}" + (f" (failed: {ranks})" if len(failures) > 1 else "")
     where = "; ".join(text for text in (place, first.where) if text) or None
     if isinstance(kind, type) and issubclass(kind, OrlopError):
-        return kind(first.what, where=where, expected=first.expected, found=first.found, todo=first.todo)
+        text = f"could not {what}: {first.what}" if first.is_refusal else first.what
+        return kind(text, where=where, expected=first.expected, found=first.found, todo=first.todo)
     return RankFailed(f"could not {what}", where=where, found=first.what)
 
 

@@ -166,8 +166,20 @@ class Ranks:
             # Every rank says the one cause in one error; its tracebacks are for those who turn on debugging.
             raise as_error(what, failures, self.world_size) from None
 
+    @contextmanager
+    def asked(self, what: str) -> Iterator[None]:
+        """As `together`, for looking at what the caller handed in; alone, Python's own TypeError or ValueError stays.
+
+        Otherwise an argument that only one rank got wrong would leave the others waiting for it in a collective.
+        """
+        if self.world_size == 1:
+            yield
+            return
+        with self.together(what):
+            yield
+
     def _exchange(self, what: str, raised: BaseException | None) -> dict[int, Failure]:
-        mine = {} if raised is None else failures_of(raised, self.rank, what)
+        mine = {} if raised is None else failures_of(raised, self.rank)
         if raised is not None:
             _log.debug("rank %d could not %s", self.rank, what, exc_info=raised)
         everyone = self._gather_to(what, mine, raised)

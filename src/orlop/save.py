@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
 from orlop import compat
-from orlop.arguments import require_flags, require_path
+from orlop.arguments import require_flags, require_kind, require_path
 from orlop.dcp.collector import without_collection
 from orlop.dcp.layout import describe_meshes
 from orlop.dcp.planner import FlatSavePlanner
-from orlop.dcp.storage import AliasingWriter
+from orlop.dcp.storage import WrappedWriter
 from orlop.dcp.writer import Writer
 from orlop.errors import CheckpointMismatch
 from orlop.phases import phase
@@ -89,21 +89,15 @@ def save_checkpoint(
         StateNotReady: A load failed half-way and none has succeeded since.
         OrlopError: On every rank, when any rank failed.
     """
-    if storage_writer is None:
-        require_path("weights_dir", path)
-    require_flags(
-        save_optimizer=save_optimizer,
-        include_frozen=include_frozen,
-        materialize_absent=materialize_absent,
-        fingerprint=fingerprint,
-    )
-    if optimizer_layout not in get_args(Layout):
-        raise ValueError(f"optimizer_layout is one of {get_args(Layout)}, not {optimizer_layout!r}")
     ranks = engine.ranks
     options = SaveOptions(
         key_prefix=key_prefix, layout=optimizer_layout, materialize_absent=materialize_absent
     )
-    place = None if storage_writer is not None else os.fspath(path)
+    with ranks.asked("save"):
+        require_flags(save_optimizer=save_optimizer, include_frozen=include_frozen, fingerprint=fingerprint)
+        _require_options(options)
+        final = None if storage_writer is not None else _locate(path)
+        place = None if final is None else os.fspath(path)
     asked = {"path": place, "step": step, "save_optimizer": save_optimizer, "include_frozen": include_frozen}
     with phase("collect"):
         ranks.require_alike("save", {**asked, **asdict(options), "fingerprint": fingerprint})
@@ -118,8 +112,21 @@ def save_checkpoint(
             _require_even(collected)
             _write(collected, storage_writer, ranks)
             return
+        assert final is not None
         manifest = _describe(engine, collected, step, digests, key_prefix)
-        _write_and_publish(collected, locate(path), manifest, ranks, on_partial)
+        _write_and_publish(collected, final, manifest, ranks, on_partial)
+
+
+def _require_options(options: SaveOptions) -> None:
+    require_flags(materialize_absent=options.materialize_absent)
+    require_kind("key_prefix", options.key_prefix, str, "a string")
+    if options.layout not in get_args(Layout):
+        raise ValueError(f"optimizer_layout is one of {get_args(Layout)}, not {options.layout!r}")
+
+
+def _locate(path: str | os.PathLike[str]) -> Path | Url:
+    require_path("weights_dir", path)
+    return locate(path)
 
 
 def _warn_of_torn(torn: Mapping[str, tuple[tuple[int, ...], ...]], ranks: Ranks) -> None:
@@ -202,7 +209,7 @@ def _write(
         warnings.filterwarnings("ignore", message="torch.distributed is .*single process")
         dcp.save(
             collected.leaves,
-            storage_writer=AliasingWriter(writer, collected.aliases) if collected.aliases else writer,
+            storage_writer=WrappedWriter(writer, collected.aliases),
             planner=FlatSavePlanner(collected.paths, collected.aliases, require_space),
             process_group=ranks.group,
         )

@@ -11,7 +11,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -47,7 +47,8 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 class Trainer:
     """Trains to `total_steps`, saving as it goes; a restarted run goes on where its last checkpoint stands.
 
-    All ranks build it alike and call `run`. It adds the parts `rng`, `data` and `progress` to the engine's.
+    All ranks build it alike, which is collective, and call `run`. It adds the parts `rng`, `data` and `progress` to the
+    engine's.
 
     Args:
         engine: Model, optimizers and scheduler.
@@ -95,34 +96,43 @@ class Trainer:
         progress_bar: bool = True,
     ) -> None:
         require_engine(engine)
-        require_options(policy=policy, load_args=load_args)
-        for name, value in (
-            ("total_steps", total_steps),
-            ("save_every", save_every),
-            ("accumulate", accumulate),
-        ):
-            require_count(name, value, 1)
-        for name, function in (("loss_fn", loss_fn), ("count_tokens", count_tokens)):
-            if function is not None:
-                require_callable(name, function, "a function")
-        require_kind("data", data, Iterable, "iterable, once per epoch, such as a DataLoader")
-        require_kind("hooks", hooks, Iterable, "a sequence of hooks", "hooks=[hook]")
-        self.engine = engine
-        self.store = store if isinstance(store, CheckpointStore) else CheckpointStore(store)
-        self.total_steps = total_steps
-        self.save_every = save_every
-        self.accumulate = accumulate
-        self.hooks = tuple(hooks)
-        self.metrics = MetricsLog(_metrics_path(self.store) if metrics_path is None else Path(metrics_path))
-        self.data = DataStream(data)
-        self.progress = Progress()
-        self._start_from = _start_from(resume)
-        self._policy = policy or LoadPolicy()
-        self._load_args = load_args
-        self._loss_fn = loss_fn or call_model
-        self._count_tokens = count_tokens or count_tokens_of
-        self._progress_bar = progress_bar and engine.ranks.is_coordinator
-        _add_parts(engine.parts, {"data": self.data, "progress": self.progress, "rng": RngState()})
+        with engine.ranks.asked("build the trainer"):
+            require_options(policy=policy, load_args=load_args)
+            for name, value in (
+                ("total_steps", total_steps),
+                ("save_every", save_every),
+                ("accumulate", accumulate),
+            ):
+                require_count(name, value, 1)
+            for name, function in (("loss_fn", loss_fn), ("count_tokens", count_tokens)):
+                if function is not None:
+                    require_callable(name, function, "a function")
+            require_kind("data", data, Iterable, "iterable, once per epoch, such as a DataLoader")
+            require_kind("hooks", hooks, Iterable, "a sequence of hooks", "hooks=[hook]")
+            self.engine = engine
+            self.store = store if isinstance(store, CheckpointStore) else CheckpointStore(store)
+            self.total_steps = total_steps
+            self.save_every = save_every
+            self.accumulate = accumulate
+            self.hooks = tuple(hooks)
+            self.metrics = MetricsLog(
+                _metrics_path(self.store) if metrics_path is None else Path(metrics_path)
+            )
+            self.data = DataStream(data)
+            self.progress = Progress()
+            self._start_from = _start_from(resume)
+            self._policy = policy or LoadPolicy()
+            self._load_args = load_args
+            self._loss_fn = loss_fn or call_model
+            self._count_tokens = count_tokens or count_tokens_of
+            self._progress_bar = progress_bar and engine.ranks.is_coordinator
+            own = {"data": self.data, "progress": self.progress, "rng": RngState()}
+            _require_free_names(engine.parts, own)
+        # Not before every rank's arguments hold: nothing of the engine has changed till then.
+        for name, part in own.items():
+            # At the end, `rng` last: restoring another part may draw from the streams.
+            engine.parts.pop(name, None)
+            engine.parts[name] = part
 
     def run(self) -> bool:
         """Resumes where there is something to resume from, and trains on.
@@ -268,11 +278,7 @@ def _metrics_path(store: CheckpointStore) -> Path:
     return store.root / "metrics.jsonl"
 
 
-def _add_parts(parts: MutableMapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Adds the trainer's parts, `rng` last: restoring another part may draw from the streams."""
+def _require_free_names(parts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, part in own.items():
         if name in parts and not isinstance(parts[name], type(part)):
             raise ValueError(f"the part name {name!r} is the trainer's own; give the engine's another name")
-    for name, part in own.items():
-        parts.pop(name, None)
-        parts[name] = part

@@ -86,6 +86,93 @@ def test_a_save_with_other_arguments_on_one_rank_is_refused(tmp_path: Path) -> N
     assert "layout, rank 1" in texts[0][1]
 
 
+class Unlocatable:
+    def __fspath__(self):
+        raise ValueError("no such place")
+
+
+def bits(engine):
+    return [param.tolist() for param in engine.model.parameters()]
+
+
+def what_only_one_rank_got_wrong(rank, root):
+    """Each call with an argument that is not meant on rank 1 alone; every rank's errors."""
+    engine = make()
+    engine.save_dcp(root / "x")
+    store = orlop.CheckpointStore(root / "run")
+    store.save(engine, 1)
+    before = bits(engine)
+    optimizer = engine.optimizers["optimizer"]
+
+    def wrong(value, right):
+        return value if rank == 1 else right
+
+    def save(path=root / "never", **options):
+        engine.save_dcp(path, **options)
+
+    def load(path=root / "x", **options):
+        engine.load_dcp(path, **options)
+
+    def trainer(store=store, data=((1,),), total_steps=9, **options):
+        orlop.Trainer(engine, store, data, total_steps=total_steps, save_every=3, **options)
+
+    calls = {
+        "weights_dir must be a path": lambda: save(wrong(3, root / "never")),
+        "no such place": lambda: save(wrong(Unlocatable(), root / "never")),
+        "was an address before": lambda: save(wrong(Path("s3://a/b"), root / "never")),
+        "save_optimizer must be True or False": lambda: save(save_optimizer=wrong("no", True)),
+        "include_frozen must be": lambda: save(include_frozen=wrong(1, True)),
+        "materialize_absent must be": lambda: save(materialize_absent=wrong(None, True)),
+        "optimizer_layout is one of": lambda: save(optimizer_layout=wrong("flat", "nested")),
+        "key_prefix must be a string; it is 3": lambda: save(key_prefix=wrong(3, "")),
+        "weights_dir must be a path: ": lambda: load(wrong(None, root / "x")),
+        "load_states must be": lambda: load(load_states=wrong("yes", True)),
+        "load_args must be": lambda: load(load_args=wrong(0, False)),
+        "policy must be a LoadPolicy": lambda: load(policy=wrong({}, None)),
+        "key_prefix must be a string; it is None": lambda: load(key_prefix=wrong(None, "")),
+        "step must be an int": lambda: store.save(engine, wrong("2", 2)),
+        "step must be at least 0": lambda: store.save(engine, wrong(-1, 2)),
+        "fingerprint must be": lambda: store.save(engine, 2, fingerprint=wrong("x", True)),
+        "step must be an int; it is 1.0": lambda: store.resume(engine, step=wrong(1.0, 1)),
+        "policy must be a LoadPolicy, ": lambda: store.resume(engine, policy=wrong(True, None)),
+        "load_states must be True": lambda: store.resume(engine, load_states=wrong(None, True)),
+        "the first argument is the model": lambda: orlop.TrainEngine(wrong(None, engine.model), optimizer),
+        "the second argument is an optimizer": lambda: orlop.TrainEngine(engine.model, wrong(1, optimizer)),
+        "parts must be a mapping": lambda: orlop.TrainEngine(engine.model, optimizer, parts=wrong([1], {})),
+        "max_grad_norm must be": lambda: orlop.TrainEngine(
+            engine.model, optimizer, max_grad_norm=wrong(-1, 1)
+        ),
+        "a part or optimizer can't be named 'model'": lambda: orlop.TrainEngine(
+            engine.model, optimizer, parts={wrong("model", "mine"): optimizer}
+        ),
+        "total_steps must be an int": lambda: trainer(total_steps=wrong("9", 9)),
+        "data must be iterable": lambda: trainer(data=wrong(3, [])),
+        "root must be a path": lambda: trainer(store=wrong(3, store)),
+        "resume must be": lambda: trainer(resume=wrong(3, None)),
+    }
+    errors = []
+    for act in calls.values():
+        with pytest.raises(OrlopError) as caught:
+            act()
+        errors.append((type(caught.value).__name__, str(caught.value)))
+    assert bits(engine) == before
+    assert sorted(path.name for path in root.iterdir()) == ["run", "x"]
+    assert store.steps() == [1]
+    # All go on together.
+    engine.load_dcp(root / "x")
+    store.save(engine, 2)
+    return list(zip(calls, errors))
+
+
+def test_c8_an_argument_that_one_rank_got_wrong_is_every_ranks_error_and_none_waits(tmp_path: Path) -> None:
+    first, second = run_ranks(what_only_one_rank_got_wrong, 2, tmp_path, timeout_seconds=SECONDS)
+    assert first == second
+    for said, (kind, text) in first:
+        assert kind == "RankFailed", text
+        assert "where: rank 1\n" in text
+        assert said.rstrip(": ,") in text
+
+
 def groups_in_another_order(rank, root):
     order = ("weight", "bias") if rank == 0 else ("bias", "weight")
     texts = [

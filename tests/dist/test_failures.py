@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.futures import Future
 
 import orlop
 from orlop.errors import OrlopError, RankFailed
@@ -252,6 +253,174 @@ def test_a_load_that_fails_half_way_leaves_all_ranks_unready_until_one_succeeds(
     for result in results:
         for _, _, refusals in result:
             assert refusals == ["StateNotReady", "StateNotReady"]
+
+
+# -- exceptions of a storage backend that can't be sent ----------------------------------------------------------------
+
+
+class KeywordOnly(Exception):
+    """Can be pickled, and not unpickled."""
+
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+
+
+def _alien(kind):
+    """An exception that no other rank could unpickle; an own one, for comparison."""
+
+    class Local(Exception):
+        pass
+
+    return {
+        "KeywordOnly": lambda: KeywordOnly(code=5),
+        "Holding": lambda: type("Holding", (Exception,), {"__module__": __name__})(lambda: 0),
+        "Local": lambda: Local("of this rank alone"),
+        "StorageFull": lambda: OSError(28, "No space left on device"),
+    }[kind]()
+
+
+def _later(make_error):
+    future = Future()
+    future.set_exception(make_error())
+    return future
+
+
+def _failing(backend, stage, act):
+    """A backend of which one method fails as `act` says, where this rank is to suffer."""
+
+    def method(self, *args, **kwargs):
+        return act(self, args, lambda: getattr(super(Failing, self), stage)(*args, **kwargs))
+
+    Failing = type("Failing", (backend,), {stage: method})
+    return Failing
+
+
+# What fails, and the rank that it fails on: global plans and the end of a save are the coordinator's.
+READING = [
+    ("read_metadata", 1),
+    ("set_up_storage_reader", 1),
+    ("prepare_local_plan", 1),
+    ("prepare_global_plan", 0),
+    ("read_data", 1),
+    ("future", 1),
+    ("checkpoint_id", 1),
+]
+WRITING = [
+    ("storage_meta", 1),
+    ("set_up_storage_writer", 1),
+    ("prepare_local_plan", 1),
+    ("prepare_global_plan", 0),
+    ("write_data", 1),
+    ("future", 1),
+    ("finish", 0),
+]
+
+
+def _act(stage, guilty, kind, fails):
+    def act(self, args, go_on):
+        if guilty == dist.get_rank() and fails(args):
+            if stage == "future":
+                return _later(lambda: _alien(kind))
+            raise _alien(kind)
+        return go_on()
+
+    return act
+
+
+def _reader(path, stage, guilty, kind):
+    """Fails where the tensors are read, if that can be told."""
+
+    def fails(args):
+        plans = args[0] if isinstance(args and args[0], list) else args[:1]
+        keys = [item.storage_index.fqn for plan in plans for item in getattr(plan, "items", ())]
+        return not keys or any("exp_avg" in key for key in keys)
+
+    act = _act(stage, guilty, kind, fails)
+    if stage == "checkpoint_id":
+        named = property(lambda self: act(self, (), lambda: path))
+        return type("Nameless", (FileSystemReader,), {stage: named})(path)
+    return _failing(FileSystemReader, "read_data" if stage == "future" else stage, act)(path)
+
+
+def _writer(path, stage, guilty, kind):
+    act = _act(stage, guilty, kind, lambda args: True)
+    return _failing(FileSystemWriter, "write_data" if stage == "future" else stage, act)(path)
+
+
+def _suffer_backends(rank, folder, kind):
+    folder = Path(folder)
+    first = _engine(rank, swapped=False)
+    _step(first)
+    first.save_dcp(folder / "saved")
+    saved = _snapshot(first)
+    found = []
+    engine = _engine(rank, swapped=False, seed=1)
+    _step(engine)
+    before = _snapshot(engine)
+    for stage, guilty in READING:
+        reader = _reader(str(folder / "saved"), stage, guilty, kind)
+        error = _caught(lambda reader=reader: engine.load_dcp("", storage_reader=reader))
+        refused = _caught(lambda: engine.require_ready())[0] == "StateNotReady"
+        found.append((stage, guilty, error, refused or _snapshot(engine) == before))
+    engine.load_dcp(folder / "saved")
+    assert _snapshot(engine) == saved
+    for stage, guilty in WRITING:
+        writer = _writer(str(folder / f"{stage}"), stage, guilty, kind)
+        error = _caught(lambda writer=writer: engine.save_dcp("", storage_writer=writer))
+        found.append((stage, guilty, error, _snapshot(engine) == saved))
+    engine.save_dcp(folder / "again")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["KeywordOnly", "Holding", "Local", "StorageFull"])
+def test_an_exception_that_no_rank_could_unpickle_ends_all_of_them_and_is_said(tmp_path, kind):
+    results = run_ranks(_suffer_backends, 2, str(tmp_path), kind, timeout_seconds=60)
+    assert len(results[0]) == len(READING) + len(WRITING)
+    for (stage, guilty, first, sound), (_, _, second, also_sound) in zip(*results):
+        story = f"{stage}: {first}, {second}"
+        assert first[:3] == second[:3], story
+        assert first[0] == ("StorageFull" if kind == "StorageFull" else "RankFailed"), story
+        assert f"where: rank {guilty}" in first[1], story
+        assert ("No space left" if kind == "StorageFull" else f"found: {kind}: ") in first[1], story
+        assert max(first[3], second[3]) < SECONDS, story
+        assert sound, story
+        assert also_sound, story
+
+
+# -- paths of each rank's own ------------------------------------------------------------------------------------------
+
+
+def _load_each_its_own(rank, folder):
+    folder = Path(folder)
+    first = _engine(rank)
+    _step(first)
+    first.save_dcp(folder / "0")
+    _step(first)
+    first.save_dcp(folder / "other")
+    if rank == 0:
+        shutil.copytree(folder / "0", folder / "1")
+    dist.barrier()
+    engine = _engine(rank, seed=1)
+    before = _snapshot(engine)
+    engine.parts["extra"] = Counter(3)
+    unfit = _caught(lambda: engine.load_dcp(folder / str(rank)))[:2]
+    del engine.parts["extra"]
+    differ = _caught(lambda: engine.load_dcp(folder / ("0" if rank == 0 else "other")))[:2]
+    assert _snapshot(engine) == before
+    engine.load_dcp(folder / str(rank))
+    return unfit, differ
+
+
+def test_c2_ranks_with_paths_of_their_own_get_one_text_and_it_is_true(tmp_path):
+    first, second = run_ranks(_load_each_its_own, 2, str(tmp_path))
+    assert first == second
+    (unfit, text), (differ, other) = first
+    assert (unfit, differ) == ("CheckpointMismatch", "CheckpointMismatch")
+    assert "missing part: extra" in text
+    assert f"where: {tmp_path / '0'}" in text
+    assert "ranks see different checkpoints" in other
+    assert f"where: rank 1: {tmp_path / 'other'}" in other
+    assert f", in {tmp_path / '0'}" in other
 
 
 # -- ranks that die or hang ------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """CheckpointStore: which checkpoint a resume takes, what a save leaves; saving and loading are fakes."""
 
+import contextlib
 import logging
 import os
 import socket
@@ -36,6 +37,9 @@ class OneRank:
 
     def require_alike(self, what: str, asked: dict[str, object]) -> None:
         pass
+
+    def asked(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def on_coordinator(self, what: str, act: Callable[[], Any]) -> Any:
         return act() if self.is_coordinator else self.heard

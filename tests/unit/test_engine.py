@@ -1,15 +1,20 @@
 """The training step: accumulation, the norm, skipped steps, moving state."""
 
+import copy
+import gc
+import pickle
 import random
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
 import orlop
 from orlop import SwapAdamW
 from orlop.engine import TrainEngine
-from orlop.errors import StateNotReady
+from orlop.errors import RankFailed, StateNotReady
 
 
 def make(optimizer_class=torch.optim.AdamW, **options):
@@ -262,3 +267,151 @@ def test_the_doors_say_which_argument_is_wrong(tmp_path, monkeypatch, call, said
     with pytest.raises(TypeError, match=said):
         call(make())
     assert not list(tmp_path.iterdir())
+
+
+# -- stock optimizers after a load that failed half-way ----------------------------------------------------------------
+
+
+class Breaking(FileSystemReader):
+    """Reads some tensors of the state, and then no more."""
+
+    def read_data(self, plan, planner):
+        done = super().read_data(plan, planner)
+        if any("exp_avg" in item.storage_index.fqn for item in plan.items):
+            done.wait()
+            raise OSError("disk gone")
+        return done
+
+
+class OwnLoading(torch.optim.AdamW):
+    """Restores itself by a `load_state_dict` of its own."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+
+
+def half_loaded(tmp_path, optimizer_class=torch.optim.AdamW, engine=None):
+    """An engine whose load broke off, and the checkpoint."""
+    if not (tmp_path / "x").exists():
+        saved = make(optimizer_class)
+        saved.train_step([BATCH], loss_fn)
+        saved.step_optimizer(1.0)
+        saved.save_dcp(tmp_path / "x")
+    engine = engine or make(optimizer_class)
+    with pytest.raises(RankFailed, match="disk gone"):
+        engine.load_dcp("", storage_reader=Breaking(tmp_path / "x"))
+    return engine, tmp_path / "x"
+
+
+def weights(engine):
+    return [param.detach().clone() for param in engine.model.parameters()]
+
+
+def refuses(step, engine):
+    before = weights(engine)
+    with pytest.raises(StateNotReady, match="failed half-way"):
+        step()
+    return all(torch.equal(a, b) for a, b in zip(before, weights(engine)))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, SwapAdamW, OwnLoading])
+def test_b4_an_optimizers_own_step_is_refused_until_a_load_succeeds(tmp_path, kind):
+    engine, path = half_loaded(tmp_path, kind)
+    optimizer = engine.optimizers["optimizer"]
+    engine.train_step([BATCH], loss_fn)
+    assert refuses(optimizer.step, engine)
+    engine, _ = half_loaded(tmp_path, kind, engine)
+    assert refuses(optimizer.step, engine)
+    engine.load_dcp(path)
+    engine.train_step([BATCH], loss_fn)
+    before = weights(engine)
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, weights(engine)))
+
+
+def test_a_stock_optimizer_carries_no_hook_before_and_after(tmp_path):
+    engine = make()
+    (optimizer,) = engine.optimizers.values()
+    assert not optimizer._optimizer_step_pre_hooks
+    engine, path = half_loaded(tmp_path, engine=engine)
+    half_loaded(tmp_path, engine=engine)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    engine.load_dcp(path)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_all_of_several_optimizers_refuse_and_step_again(tmp_path):
+    def several():
+        model = make().model
+        each = {
+            "first": torch.optim.AdamW(model[0].parameters()),
+            "second": torch.optim.SGD(model[1].parameters()),
+        }
+        return TrainEngine(model, each)
+
+    saved = several()
+    saved.train_step([BATCH], loss_fn)
+    saved.step_optimizer(1.0)
+    saved.save_dcp(tmp_path / "x")
+    engine, path = half_loaded(tmp_path, engine=several())
+    engine.train_step([BATCH], loss_fn)
+    assert all(refuses(optimizer.step, engine) for optimizer in engine.optimizers.values())
+    engine.load_dcp(path)
+    engine.train_step([BATCH], loss_fn)
+    for optimizer in engine.optimizers.values():
+        optimizer.step()
+
+
+def test_the_refusal_outlives_its_engine_and_another_engines_load_ends_it(tmp_path):
+    engine, path = half_loaded(tmp_path)
+    (optimizer,) = engine.optimizers.values()
+    gone = weakref.ref(engine)
+    other = TrainEngine(engine.model, optimizer)
+    del engine
+    gc.collect()
+    assert gone() is None
+    other.train_step([BATCH], loss_fn)
+    assert refuses(lambda: other.step_optimizer(1.0), other)
+    with pytest.raises(StateNotReady, match="failed half-way"):
+        other.save_dcp(tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+    other.load_dcp(path)
+    other.train_step([BATCH], loss_fn)
+    assert other.step_optimizer(1.0)
+
+
+def test_a_half_loaded_optimizer_can_be_collected_and_copied(tmp_path):
+    engine, path = half_loaded(tmp_path)
+    (optimizer,) = engine.optimizers.values()
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert not copied._optimizer_step_pre_hooks
+        copied.step()  # its parameters are copies: nothing of the engine's
+    engine.load_dcp(path)
+    optimizer.step()
+    engine, _ = half_loaded(tmp_path)
+    gone = weakref.ref(engine.optimizers["optimizer"])
+    del engine, optimizer, copied
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_grad_scaler_and_a_scheduler_pass_the_refusal_on(tmp_path):
+    engine, path = half_loaded(tmp_path)
+    (optimizer,) = engine.optimizers.values()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    def step():
+        optimizer.zero_grad()
+        scaler.scale(loss_fn(engine.model, BATCH)).backward()
+        scaler.step(optimizer)
+
+    assert refuses(step, engine)
+    assert refuses(optimizer.step, engine)
+    scaler.update()
+    engine.load_dcp(path)
+    before = weights(engine)
+    step()
+    scaler.update()
+    scheduler.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, weights(engine)))

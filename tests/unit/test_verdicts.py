@@ -341,6 +341,26 @@ def test_a_switched_off_moment_that_was_stored_as_none_carries_nothing(tmp_path)
     assert_same(snapshot(first), snapshot(second))
 
 
+@pytest.mark.parametrize(
+    ("saved", "live", "found"),
+    [
+        (nn.Linear(2, 3), nn.Linear(2, 4), "part: weight: expected (4, 2), found (3, 2)"),
+        (nn.Linear(2, 3), nn.Linear(2, 3, bias=False), "part: 1 entry more than here: bias"),
+        (torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu"), "that was disabled"),
+    ],
+)
+def test_a_part_that_would_refuse_is_known_before_anything_changes(tmp_path, saved, live, found):
+    first = train(make())
+    first.parts["part"] = saved
+    first.save_dcp(tmp_path / "x")
+    second = make(seed=3)
+    second.parts["part"] = live
+    text = refused(second, tmp_path / "x")
+    assert "unfit: part (" in text
+    assert found.removeprefix("part: ") in text
+    train(second)  # nothing is half-loaded
+
+
 def test_state_of_nothing_but_none_is_no_state(tmp_path):
     first = train(make())
     first.save_dcp(tmp_path / "x")

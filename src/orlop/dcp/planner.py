@@ -27,6 +27,7 @@ from orlop.dcp.collector import without_collection
 from orlop.dcp.coverage import require_whole
 from orlop.dcp.layout import local_box
 from orlop.errors import CheckpointCorrupt, CheckpointUnsafe
+from orlop.failures import told
 
 __all__ = ["FlatLoadPlanner", "FlatSavePlanner"]
 
@@ -62,6 +63,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         self.mappings = self._paths
         self.is_coordinator = is_coordinator
 
+    @told()
     def create_local_plan(self) -> SavePlan:
         """As torch's, once it is proven that each tensor's part is one box.
 
@@ -78,6 +80,7 @@ class FlatSavePlanner(DefaultSavePlanner):
         self.plan = placed
         return placed
 
+    @told()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """As torch's; here it is known what is written once and by which rank, so here space is asked for.
 
@@ -131,6 +134,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
+    @told()
     @without_collection()
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads: every leaf of the dict; of sharded ones the box that is proven to be this rank's."""

@@ -1,14 +1,16 @@
 """Storage readers and writers around another's: metadata that is read once, tied leaves that are stored once.
 
-Owns what they add; all else is as in the wrapped one. Must not know how bytes are stored, nor what a leaf means.
+Owns what they add; all else is as in the wrapped one, except that whatever it raises, every rank can be told: between
+DCP's own collectives an exception that can't be pickled would leave the other ranks waiting. For the same reason they
+wait for the wrapped one's futures themselves. Must not know how bytes are stored, nor what a leaf means.
 """
 
 from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -18,50 +20,77 @@ from torch.futures import Future
 
 from orlop import compat
 from orlop.errors import CheckpointCorrupt, CheckpointIncomplete
+from orlop.failures import told
 
-__all__ = ["AliasingWriter", "ReadMetadataOnce"]
+__all__ = ["WrappedReader", "WrappedWriter", "with_aliases"]
+
+T = TypeVar("T")
 
 
-class AliasingWriter(StorageWriter):
-    """A writer that stores tied leaves once: the other names get the same place in the checkpoint's metadata."""
+def with_aliases(results: Sequence[list[WriteResult]], aliases: Mapping[str, str]) -> list[list[WriteResult]]:
+    """What was written, with one more result for each chunk of a tied leaf.
+
+    Args:
+        results: What each rank wrote.
+        aliases: Other names of leaves, each with the name that was written: they get the same place in the metadata.
+    """
+    names: dict[str, list[str]] = {}
+    for alias, key in aliases.items():
+        names.setdefault(key, []).append(alias)
+    tied = [
+        compat.replace(result, index=compat.replace(result.index, fqn=alias))
+        for theirs in results
+        for result in theirs
+        for alias in names.get(result.index.fqn, ())
+    ]
+    return [*results, tied] if tied else list(results)
+
+
+def _ended(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+class WrappedWriter(StorageWriter):
+    """A writer that stores tied leaves once (see `with_aliases`)."""
 
     def __init__(self, writer: StorageWriter, aliases: Mapping[str, str]) -> None:
         self._writer = writer
-        self._names: dict[str, list[str]] = {}
-        for alias, key in aliases.items():
-            self._names.setdefault(key, []).append(alias)
+        self._aliases = aliases
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """As the wrapped writer."""
-        self._writer.reset(checkpoint_id)
+        """Nothing: the writer at hand knows where it writes."""
 
+    @told()
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """As the wrapped writer; older writers take no further arguments."""
         takes_more = "kwargs" in inspect.signature(self._writer.set_up_storage_writer).parameters
         self._writer.set_up_storage_writer(is_coordinator, *args, **(kwargs if takes_more else {}))
 
+    @told()
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As the wrapped writer."""
         return self._writer.prepare_local_plan(plan)
 
+    @told()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As the wrapped writer."""
         return self._writer.prepare_global_plan(plans)
 
+    @told()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As the wrapped writer."""
-        return self._writer.write_data(plan, planner)
+        future = self._writer.write_data(plan, planner)
+        future.wait()
+        return _ended(future.value())
 
+    @told()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """As the wrapped writer, with one more result for each chunk of a tied leaf."""
-        tied = [
-            compat.replace(result, index=compat.replace(result.index, fqn=alias))
-            for theirs in results
-            for result in theirs
-            for alias in self._names.get(result.index.fqn, ())
-        ]
-        self._writer.finish(metadata, [*results, tied])
+        """As the wrapped writer, with the results of tied leaves."""
+        self._writer.finish(metadata, with_aliases(results, self._aliases))
 
+    @told()
     def storage_meta(self) -> Any:
         """As the wrapped writer."""
         return self._writer.storage_meta()
@@ -76,23 +105,20 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 
-class ReadMetadataOnce(StorageReader):
+class WrappedReader(StorageReader):
     """A reader whose metadata is known: decision and loading see the same, and it is read only once.
 
     Attributes:
         wrapped: The reader itself.
+        checkpoint_id: What it reads.
         bytes_read: Bytes of the records that were asked for so far.
     """
 
     def __init__(self, reader: StorageReader, metadata: Metadata) -> None:
         self._reader = self.wrapped = reader
         self._metadata = metadata
+        self.checkpoint_id = getattr(reader, "checkpoint_id", None)
         self.bytes_read = 0
-
-    @property
-    def checkpoint_id(self) -> Any:
-        """What the wrapped reader reads."""
-        return getattr(self._reader, "checkpoint_id", None)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing: the metadata at hand belongs to what was opened."""
@@ -101,6 +127,7 @@ class ReadMetadataOnce(StorageReader):
         """The metadata at hand."""
         return self._metadata
 
+    @told()
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
@@ -108,14 +135,17 @@ class ReadMetadataOnce(StorageReader):
         takes_more = "kwargs" in inspect.signature(self._reader.set_up_storage_reader).parameters
         self._reader.set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs if takes_more else {}))
 
+    @told()
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """As the wrapped reader."""
         return self._reader.prepare_local_plan(plan)
 
+    @told()
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """As the wrapped reader."""
         return self._reader.prepare_global_plan(plans)
 
+    @told()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """As the wrapped reader.
 
@@ -128,7 +158,7 @@ class ReadMetadataOnce(StorageReader):
         places = (stored.get(item.storage_index) for item in plan.items)
         self.bytes_read += sum(int(getattr(place, "length", 0)) for place in places)
         try:
-            return self._reader.read_data(plan, planner)
+            self._reader.read_data(plan, planner).wait()
         except (FileNotFoundError, KeyError) as error:
             raise CheckpointIncomplete(
                 "a file or record is missing", where=self._place, found=str(error)
@@ -137,6 +167,7 @@ class ReadMetadataOnce(StorageReader):
             if _is_out_of_memory(error):
                 raise
             raise CheckpointCorrupt("a record can't be read", where=self._place, found=str(error)) from error
+        return _ended(None)
 
     @property
     def _place(self) -> str | None:

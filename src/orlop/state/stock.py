@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from orlop import compat
+from orlop.errors import StateNotReady
 from orlop.optim.probe import LeafSpec, constructed_state
 
 __all__ = [
@@ -21,7 +24,9 @@ __all__ = [
     "StockState",
     "class_name",
     "empty_leaf",
+    "half_loaded",
     "is_counter",
+    "let_step",
     "move_stock_state",
     "state_of",
 ]
@@ -73,6 +78,11 @@ def class_name(optimizer: Optimizer) -> str:
     return kind.__qualname__
 
 
+# By optimizer, not by engine: the state stays half loaded when the engine that loaded it is gone, and whichever engine
+# loads it next makes it whole.
+_refusals: WeakKeyDictionary[Optimizer, tuple[str, RemovableHandle]] = WeakKeyDictionary()
+
+
 class StockState:
     """A stock optimizer's state."""
 
@@ -107,10 +117,18 @@ class StockState:
                 self._optimizer.state[param].update(fresh[param])
 
     def invalidate(self, reason: str) -> None:
-        """Nothing: a stock optimizer can't refuse; the engine does."""
+        """Refuse its own `step()`, by a hook of torch's, until `let_step`."""
+
+        def refuse(*_: object) -> None:
+            raise half_loaded(reason)
+
+        let_step(self._optimizer)
+        _refusals[self._optimizer] = (reason, self._optimizer.register_step_pre_hook(refuse))
 
     def require_ready(self) -> None:
-        """Nothing: a stock optimizer can't refuse; the engine does."""
+        """Raise StateNotReady after `invalidate`."""
+        if (refusal := _refusals.get(self._optimizer)) is not None:
+            raise half_loaded(refusal[0])
 
     def synchronize(self) -> None:
         """Nothing: stock state never leaves its place."""
@@ -118,6 +136,22 @@ class StockState:
     def _live(self, param: Tensor) -> dict[str, Any]:
         # `state` is a defaultdict: asking by index would create an entry.
         return cast("dict[str, Any]", self._optimizer.state.get(param, {}))
+
+
+def let_step(optimizer: Optimizer) -> None:
+    """A load has succeeded: what `StockState.invalidate` put in the way of the optimizer's step is taken away."""
+    _, handle = _refusals.pop(optimizer, (None, None))
+    if handle is not None:
+        handle.remove()
+
+
+def half_loaded(reason: str) -> StateNotReady:
+    """The error for whoever would go on with such state."""
+    return StateNotReady(
+        "the live state is half old, half new",
+        found=reason,
+        todo="load a checkpoint before stepping or saving",
+    )
 
 
 def empty_leaf(param: Tensor, spec: LeafSpec) -> Tensor:

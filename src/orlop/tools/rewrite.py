@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from orlop import compat
 from orlop.dcp.boxes import Box
 from orlop.dcp.catalog import Extent
-from orlop.dcp.storage import AliasingWriter
+from orlop.dcp.storage import with_aliases
 from orlop.dcp.writer import Writer
 from orlop.store import publish
 from orlop.store.manifest import Manifest
@@ -86,12 +86,11 @@ def rewrite(
         # One thread: one chunk in memory.
         manifest = values.opened.manifest
         writer = Writer(pending.directory, num_threads=1, manifest=manifest is not None)
-        aliasing = AliasingWriter(writer, aliases)
         writer.set_up_storage_writer(True)
         plan = writer.prepare_local_plan(SavePlan(items))
         (plan,) = writer.prepare_global_plan([plan])
         results = writer.write_data(plan, planner).wait()
-        aliasing.finish(_metadata(values, leaves, items, aliases), [results])
+        writer.finish(_metadata(values, leaves, items, aliases), with_aliases([results], aliases))
         if manifest is None:
             # Without knowing which state is absent, a manifest would say too much.
             publish.publish(Path(pending.path), target)
