@@ -38,6 +38,7 @@ __all__ = ["Crash", "CrashLog", "FaultyFiles", "ThreadLink", "check_link", "obse
 
 # How long ranks may still speak after the first of them failed, and what a stopping process gets before the kill.
 _GRACE_SECONDS = 5.0
+_END_SECONDS = 30.0  # for a process that has returned: torch takes some to end where the machine is busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ def _collect(ranks: list[_Rank], deadline: float, folder: Path) -> None:
 def _end(ranks: list[_Rank]) -> None:
     failed = any(entry.failure is not None or not entry.done for entry in ranks)
     for rank, entry in enumerate(ranks):
-        entry.process.join(0 if failed and not entry.done else _GRACE_SECONDS)
+        entry.process.join(0 if failed and not entry.done else _END_SECONDS)
         if entry.process.is_alive():
             entry.process.kill()
             entry.process.join()
