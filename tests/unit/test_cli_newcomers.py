@@ -112,9 +112,30 @@ def test_parts_that_are_not_there_are_told_from_those_that_are(call, tmp_path):
     code, out, err = call("convert", checkpoint, tmp_path / "out", "--to", "safetensors")
     assert (code, out) == (3, "")
     assert err == (
-        f"CheckpointNotFound: the checkpoint has none of the chosen parts: {checkpoint}\n"
+        f"CheckpointNotFound: the checkpoint has no such part: {checkpoint}\n"
         "  expected: model\n  found: net, note\n  what to do: choose parts with --only\n"
     )
+    # One of several that is misspelt is no less missed.
+    code, out, err = call(
+        "convert", checkpoint, tmp_path / "out", "--to", "dcp", "--only", "net", "--only", "nota"
+    )
+    assert (code, out) == (3, "")
+    assert "no such part" in err
+    assert "expected: nota\n" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_conversion_does_not_go_into_its_source_nor_ignore_options(call, tmp_path):
+    checkpoint = save(tmp_path / "x", net={"w": torch.ones(1)})
+    before = sorted(checkpoint.iterdir())
+    code, _, err = call("convert", checkpoint, checkpoint / "inner" / "y", "--to", "dcp")
+    assert code == 3
+    assert "not written into another one" in err
+    for options in (["--in-place-index", "--only", "net"], ["--in-place-index", "--dtype", "bf16"]):
+        assert call("convert", checkpoint, *options)[0] == 2
+    assert call("convert", checkpoint, tmp_path / "y", "--to", "dcp", "--cast-moments")[0] == 2
+    assert sorted(checkpoint.iterdir()) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 # -- diff --------------------------------------------------------------------------------------------------------------

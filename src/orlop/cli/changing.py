@@ -67,12 +67,14 @@ def convert(
       orlop convert torchtitan/step-500 --in-place-index
     """
     if in_place_index:
-        if out or to:
-            raise typer.BadParameter("--in-place-index takes neither OUT nor --to")
+        if out or to or only or dtype or cast_moments:
+            raise typer.BadParameter("--in-place-index takes neither OUT nor other options")
         _index(checkpoint, as_json)
         return
     if not out or not to:
         raise typer.BadParameter("OUT and --to are needed (or --in-place-index)")
+    if cast_moments and not dtype:
+        raise typer.BadParameter("--cast-moments needs --dtype")
     form = _format(to)
     from orlop.tools.convert import convert as run
 
@@ -122,6 +124,8 @@ def prune(
 ) -> None:
     """Remove old checkpoints of a run. Incomplete ones, and those that a process reads, are left alone.
 
+    The newest one is read before anything is removed: where it is damaged, the newest sound one stays, too.
+
     \b
     Examples:
       orlop prune runs/7b --keep-last 3 --keep-every 1000 --dry-run
@@ -140,5 +144,7 @@ def prune(
     )
     if result.busy:
         say(f"being read, so left for later: {', '.join(map(str, result.busy))}")
+    if result.damaged:
+        say(f"damaged, so older ones stay: {', '.join(map(str, result.damaged))}", fg="yellow")
     if result.passed_over:
         say(f"not complete, left alone: {', '.join(map(str, result.passed_over))}")

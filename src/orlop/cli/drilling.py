@@ -29,7 +29,9 @@ def drill(
     ranks: Annotated[
         str, typer.Option(help="Kill only these ranks (0,3); by default all processes, the launcher too.")
     ] = "",
-    seed: Annotated[int, typer.Option(help="Decides when kills strike; the same seed replays a drill.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Decides when kills strike; the same seed again: to within a step or two.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="Where both runs are kept.")] = Path(".drill"),
     may_write: Annotated[
         list[str] | None,
@@ -157,10 +159,9 @@ def _print(result: DrillResult, replay: str) -> None:
         right=(1,),
     )
     if result.is_identical:
-        say("identical", fg="green", bold=True)
+        say(result.verdict, fg="green", bold=True)
         return
-    first = next(row for row in result.rows if row.difference is not None)
-    say(f"DIFFERENT, first in {first.what}: {first.difference}", fg="red", bold=True)
+    say(result.verdict, fg="red", bold=True)
     if result.hint:
         say(f"usual cause: {result.hint}")
     say(f"replay: {replay}")

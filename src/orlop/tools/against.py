@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -34,9 +34,11 @@ def build_model(spec: str) -> nn.Module:
             nothing and returns the model.
 
     Raises:
-        OrlopError: There is no such function, or it fails, or makes no model.
+        OrlopError: There is no such file, module or function, or it fails, or makes no model.
     """
     name, _, function = spec.partition(":")
+    if name.endswith(".py") and not Path(name).is_file():
+        raise OrlopError("there is no such file", where=str(Path.cwd() / name))
     folder, stem = (Path(name).parent, Path(name).stem) if name.endswith(".py") else (Path(), name)
     place = str(Path.cwd() / folder)
     sys.path.insert(0, place)
@@ -48,12 +50,14 @@ def build_model(spec: str) -> nn.Module:
 
 def _build(spec: str, stem: str, function: str) -> nn.Module:
     try:
-        build = getattr(importlib.import_module(stem), function)
-    except (ImportError, AttributeError) as error:
-        raise OrlopError("there is no such function", where=spec, found=str(error)) from error
+        module = importlib.import_module(stem)
     except (Exception, SystemExit) as error:
         todo = "it is imported: what it does when it is run as a script belongs below `if __name__ == ...`"
         raise OrlopError("the module can't be imported", where=spec, found=_said(error), todo=todo) from error
+    try:
+        build = getattr(module, function)
+    except AttributeError as error:
+        raise OrlopError("there is no such function", where=spec, found=str(error)) from error
     try:
         with torch.device("meta"):
             model = build()
@@ -81,23 +85,47 @@ def check_against(path: str | os.PathLike[str], model: nn.Module) -> list[Findin
         CheckpointError: The checkpoint can't be read.
     """
     wanted = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    leaves = Opened(path).catalog.leaves
-    stored = {
+    opened = Opened(path)
+    prefix, stored = _model_entries(wanted, opened.catalog.leaves, is_own=opened.manifest is not None)
+    left_out = frozenset() if opened.manifest is None else frozenset(opened.manifest.left_out)
+    return list(_compare(wanted, stored, prefix, left_out))
+
+
+def _model_entries(
+    wanted: Mapping[str, Tensor], leaves: Mapping[str, TensorEntry | None], *, is_own: bool
+) -> tuple[str, dict[str, TensorEntry | None]]:
+    """What the model's leaves start with, and its entries: where a load looks for them.
+
+    Args:
+        wanted: The model's.
+        leaves: The checkpoint's.
+        is_own: Whether orlop saved it, which never leaves out `model.`.
+    """
+    nested = {
         leaf.removeprefix("model."): entry for leaf, entry in leaves.items() if leaf.startswith("model.")
     }
-    if not stored:  # weights that were saved without any nesting, beside an optimizer perhaps
-        optimizers = optimizer_names(leaves)
-        stored = {
-            leaf: entry
-            for leaf, entry in leaves.items()
-            if leaf in wanted
-            or (entry is not None and split_state(leaf, optimizers) is None and group_option(leaf) is None)
-        }
-    return list(_compare(wanted, stored))
+    is_at_top = not is_own and not wanted.keys().isdisjoint(leaves) and wanted.keys().isdisjoint(nested)
+    if is_at_top:  # other parts stand beside it
+        roots = {name.partition(".")[0] for name in wanted}
+        return "", {leaf: entry for leaf, entry in leaves.items() if leaf.partition(".")[0] in roots}
+    if nested:
+        return "model.", nested
+    # Nothing matches: whatever may be weights is shown.
+    optimizers = optimizer_names(leaves)
+    return "", {
+        leaf: entry
+        for leaf, entry in leaves.items()
+        if entry is not None and split_state(leaf, optimizers) is None and group_option(leaf) is None
+    }
 
 
-def _compare(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorEntry | None]) -> Iterator[Finding]:
-    if wanted and not wanted.keys() & stored.keys():
+def _compare(
+    wanted: Mapping[str, Tensor],
+    stored: Mapping[str, TensorEntry | None],
+    prefix: str,
+    left_out: Collection[str],
+) -> Iterator[Finding]:
+    if wanted.keys() - left_out and not wanted.keys() & stored.keys():
         yield Finding(
             kind="names",
             where="model",
@@ -108,9 +136,10 @@ def _compare(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorEntry | No
         )
         return
     for name, value in wanted.items():
-        leaf = f"model.{name}"
+        leaf = f"{prefix}{name}"
         if name not in stored:
-            yield Finding(kind="missing", where=leaf, what="the model has it, the checkpoint has not")
+            if name not in left_out:
+                yield Finding(kind="missing", where=leaf, what="the model has it, the checkpoint has not")
             continue
         entry = stored[name]
         if entry is None:
@@ -125,5 +154,5 @@ def _compare(wanted: Mapping[str, Tensor], stored: Mapping[str, TensorEntry | No
             )
     for name in sorted(stored.keys() - wanted.keys()):
         yield Finding(
-            kind="unexpected", where=f"model.{name}", what="the checkpoint has it, the model has not"
+            kind="unexpected", where=f"{prefix}{name}", what="the checkpoint has it, the model has not"
         )

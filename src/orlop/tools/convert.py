@@ -104,17 +104,18 @@ def convert(
     selection = Selection(only=chosen, dtype=dtype_named(dtype), cast_moments=cast_moments)
     opened = Opened(checkpoint)
     source = _Source(StoredValues(opened), selection, on_bytes)
-    if not source.leaves:
+    lacking = [part for part in chosen if not any(map(Selection(only=(part,)).takes, opened.catalog.leaves))]
+    if lacking or not source.leaves:
         parts = {leaf.partition(".")[0] for leaf in opened.catalog.leaves}
         raise CheckpointNotFound(
-            "the checkpoint has none of the chosen parts" if chosen else "the checkpoint holds nothing",
+            "the checkpoint has no such part" if lacking else "the checkpoint holds nothing",
             where=str(checkpoint),
-            expected=", ".join(chosen) or None,
+            expected=", ".join(lacking) or None,
             found=", ".join(sorted(parts)) or "no leaf at all",
             todo="choose parts with --only" if parts else None,
         )
     _require_whole(source)
-    _require_free(target)
+    _require_free(target, opened.location)
     if to == "safetensors":
         return _to_safetensors(source, target, shard_bytes)
     if to == "torch":
@@ -126,7 +127,10 @@ def convert(
     return Converted(path=target, files=list(sizes), num_leaves=written, nbytes=sum(sizes.values()))
 
 
-def _require_free(target: Path) -> None:
+def _require_free(target: Path, source: Path | Url) -> None:
+    if isinstance(source, Path) and source.resolve() in target.resolve().parents:
+        todo = "give a place beside it"
+        raise StorageRefused("a checkpoint is not written into another one", where=str(target), todo=todo)
     if target.exists():
         todo = "give another name, or remove it first"
         raise CheckpointExists(

@@ -1,18 +1,20 @@
 """`prune`: the checkpoints of a run that may go, by the same rule as a store's own retention.
 
-Owns nothing of that rule (`store.catalog`). The newest complete checkpoint, incomplete ones and those that are being
-read stay. Needs no torch.
+Owns nothing of that rule (`store.catalog`), but that the newest sound checkpoint stays, which is read for that. So do
+incomplete ones and those that are being read. Needs no torch.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from orlop.store import catalog
 from orlop.store.listing import Checkpoint
 from orlop.store.objects import locate
 from orlop.store.roots import root_at
+from orlop.tools.check import check_checkpoint
 from orlop.tools.opened import find_checkpoints
 
 __all__ = ["Pruned", "prune"]
@@ -26,7 +28,9 @@ class Pruned:
         removed: Steps that went (or would go), ascending.
         kept: Complete ones that stay.
         busy: Those that would have gone, and are being read.
-        passed_over: Incomplete or damaged ones, which are never touched.
+        passed_over: Incomplete ones, which are never touched.
+        damaged: Complete ones that were read and are damaged: newer than the newest sound one. They stay, and so does
+            that one, whatever the rule says.
         freed_bytes: Of the removed ones.
     """
 
@@ -34,6 +38,7 @@ class Pruned:
     kept: list[int] = field(default_factory=list)
     busy: list[int] = field(default_factory=list)
     passed_over: list[int] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
     freed_bytes: int = 0
 
 
@@ -62,6 +67,8 @@ def prune(
     if not whole:
         return pruned
     expired = catalog.expired(whole.keys(), published=max(whole), keep_last=keep_last, keep_every=keep_every)
+    sound = _newest_sound(whole, pruned) if expired else None
+    expired = [step for step in expired if step != sound and step not in pruned.damaged]
     pruned.kept = sorted(whole.keys() - set(expired))
     busy = root.being_read()
     for step in expired:
@@ -72,6 +79,15 @@ def prune(
             root.retire(whole[step])
         _count(pruned, whole[step])
     return pruned
+
+
+def _newest_sound(whole: Mapping[int, Checkpoint], pruned: Pruned) -> int | None:
+    """The newest checkpoint that is undamaged; those above it are noted. None where all are damaged."""
+    for step in sorted(whole, reverse=True):
+        if check_checkpoint(whole[step].path).is_sound:
+            return step
+        pruned.damaged.append(step)
+    return None
 
 
 def _count(pruned: Pruned, checkpoint: Checkpoint) -> None:

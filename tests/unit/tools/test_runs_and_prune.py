@@ -83,6 +83,19 @@ def test_prune_keeps_the_newest_and_the_multiples(run):
     assert sorted(path.name for path in run.iterdir()) == ["step-00000020", "step-00000040"]
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_prune_never_takes_the_newest_sound_one(run, dry_run):
+    for step in (30, 40):
+        flip(data_file(run / f"step-000000{step}"), 0.5)
+    result = prune(run, keep_last=1, dry_run=dry_run)
+    assert (result.removed, result.kept, result.damaged) == ([10], [20, 30, 40], [40, 30])
+    assert check_checkpoint(run / "step-00000020").is_sound
+    for step in (10, 20):
+        if (run / f"step-000000{step}").exists():
+            flip(data_file(run / f"step-000000{step}"), 0.5)
+    assert prune(run, keep_last=1).removed == []
+
+
 def test_prune_leaves_incomplete_ones_and_counts_without_them(run):
     (run / "step-00000040" / ".metadata").unlink()
     result = prune(run, keep_last=1)

@@ -62,6 +62,10 @@ _NO_STREAMS_HINT = (
     "there are no random generators in the checkpoints: where the training draws random numbers (dropout, a shuffle), "
     "save orlop.RngState() as a part"
 )
+_NO_POSITION_HINT = (
+    "no data position is saved, as there is no part `data` in the checkpoints: give the DataStream, or the sampler, as "
+    "that part; where the step alone decides on the data, random streams are not restored: do so last"
+)
 _LOSS_HINT = (
     "the loss is off while the schedule is not: data order (a shuffle that is not seeded by the saved epoch), "
     "dropout's random stream, or weights that were not restored"
@@ -190,10 +194,13 @@ def hint(rows: Sequence[Comparison], went_on_from: Collection[int] = ()) -> str 
     if "random generators" in off and off.keys() <= {"random generators", "sampler", "state"}:
         return _SEED_HINT
     counts = {row.what: row.count for row in rows}
+    has_streams, has_position = (counts.get(kind) != 0 for kind in ("random generators", "sampler"))
+    if "random generators" in off and has_streams and not has_position:
+        return _NO_POSITION_HINT
     for kind, text in _HINTS:
         if kind in off:
             return _NO_SCHEDULER_HINT if kind == "lr" and not counts.get("scheduler") else text
-    loss_hint = _NO_STREAMS_HINT if counts.get("random generators") == 0 else _LOSS_HINT
+    loss_hint = _NO_STREAMS_HINT if not has_streams else _LOSS_HINT if has_position else _NO_POSITION_HINT
     # With the right weights and data the first loss after a resume is right, whatever the moments are.
     step = off["loss"].step if "loss" in off else None
     if step is not None and step - 1 in went_on_from:

@@ -20,7 +20,7 @@ from orlop.tools.drill.comparison import Comparison, compare_fingerprints, compa
 from orlop.tools.drill.elsewhere import LIMIT, Lookout
 from orlop.tools.drill.kills import Kill, Killed, plan_kills
 from orlop.tools.drill.runs import FINGERPRINT_NAME, Run, RunFailed, Watcher, Witness
-from orlop.tools.drill.surroundings import DRILL_MARKER, find_surroundings, matches
+from orlop.tools.drill.surroundings import DRILL_MARKER, find_surroundings, from_here, matches
 
 __all__ = ["PLACEHOLDER", "DrillOptions", "DrillResult", "drill"]
 
@@ -77,6 +77,12 @@ class DrillResult:
         """Whether nothing differs."""
         return all(row.difference is None for row in self.rows)
 
+    @property
+    def verdict(self) -> str:
+        """In a line: that nothing differs, or what does first."""
+        first = next((row for row in self.rows if row.difference is not None), None)
+        return "identical" if first is None else f"DIFFERENT, first in {first.what}: {first.difference}"
+
 
 def drill(command: Sequence[str], options: DrillOptions, witness: Witness) -> DrillResult:
     """Run a training command twice, kill one of them, compare.
@@ -95,7 +101,9 @@ def drill(command: Sequence[str], options: DrillOptions, witness: Witness) -> Dr
     _claim(options.out)
     uninterrupted, killed = (_fresh(command, options.out, name) for name in ("uninterrupted", "killed"))
     first = Watcher(uninterrupted, witness)
-    _until_done(first, [], options)
+    _, complaint = _until_done(first, [], options)
+    if complaint:
+        raise RunFailed(complaint)
     records = _records(uninterrupted)
     if not uninterrupted.saved():
         raise RunFailed(
@@ -110,7 +118,24 @@ def drill(command: Sequence[str], options: DrillOptions, witness: Witness) -> Dr
         step_seconds=first.step_seconds,
         seed=options.seed,
     )
-    struck = _until_done(Watcher(killed, witness, options.ranks), kills, options)
+    struck, complaint = _until_done(Watcher(killed, witness, options.ranks), kills, options)
+    try:
+        result = _compare(uninterrupted, killed, struck, records, options)
+    except RunFailed as error:
+        raise RunFailed(complaint or str(error)) from error
+    if complaint:
+        raise RunFailed(f"{complaint}\n  but for that, the two runs are {result.verdict}")
+    return result
+
+
+def _compare(
+    uninterrupted: Run,
+    killed: Run,
+    struck: list[Killed],
+    records: list[dict[str, Any]],
+    options: DrillOptions,
+) -> DrillResult:
+    """Both runs as they stand at the end."""
     other_records = _records(killed)
     if other_records[0]["step"] != records[0]["step"]:
         raise RunFailed(
@@ -158,8 +183,10 @@ def _fresh(command: Sequence[str], out: Path, name: str) -> Run:
     return run
 
 
-def _until_done(watcher: Watcher, kills: Sequence[Kill], options: DrillOptions) -> list[Killed]:
-    """A run to its end, which has left nothing outside of its directory."""
+def _until_done(
+    watcher: Watcher, kills: Sequence[Kill], options: DrillOptions
+) -> tuple[list[Killed], str | None]:
+    """A run to its end: what struck it, and what is to be said of files that it left outside of its directory."""
     run = watcher.run
     lookout = Lookout(find_surroundings(run.command, options.out, [run.directory, run.log]))
     struck = watcher.until_done(kills)
@@ -167,17 +194,19 @@ def _until_done(watcher: Watcher, kills: Sequence[Kill], options: DrillOptions) 
     if not lookout.is_whole:
         text = f"more than {LIMIT:,} files stand around it: what it left in the directories beyond is not noticed"
         watcher.witness.on_event(run.name, text)
-    if found:
-        here = Path.cwd()
-        names = [str(path.relative_to(here) if here in path.parents else path) for path in map(Path, found)]
-        more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-        raise RunFailed(
-            f"{run.name}: outside of {PLACEHOLDER} these are new, changed or gone: {', '.join(names[:_NAMED])}{more}\n"
-            "  the next run finds what this one left there, and the comparison does not see it\n"
-            f"  let the command write below {PLACEHOLDER}; where it is harmless, or something else wrote it: "
-            f"--may-write {shlex.quote(names[0])} (a file, a directory, or a glob)"
-        )
-    return struck
+    return struck, _complaint(run, found, lookout.patterns(found)) if found else None
+
+
+def _complaint(run: Run, found: Sequence[str], patterns: Sequence[str]) -> str:
+    more = f" and {len(found) - _NAMED:,} more" if len(found) > _NAMED else ""
+    allowed = " ".join(f"--may-write {shlex.quote(pattern)}" for pattern in patterns[:_NAMED])
+    return (
+        f"{run.name}: outside of {PLACEHOLDER} these are new, changed or gone: "
+        f"{', '.join(map(from_here, found[:_NAMED]))}{more}\n"
+        "  the next run finds what this one left there, and the comparison does not see it\n"
+        f"  let the command write below {PLACEHOLDER}; where it is harmless, or something else wrote it: "
+        f"{allowed} (a file, a directory, or a glob where names change from run to run)"
+    )
 
 
 def _records(run: Run) -> list[dict[str, Any]]:

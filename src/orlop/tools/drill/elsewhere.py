@@ -5,16 +5,17 @@ Looks before a run and after it, and at what its processes were seen to write. M
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from orlop.tools.drill.processes import find_all, find_tree, open_for_writing
-from orlop.tools.drill.surroundings import Surroundings, above, is_marked
+from orlop.tools.drill.surroundings import Surroundings, above, from_here, is_marked, matches
 
 __all__ = ["LIMIT", "Lookout", "OpenFiles", "Snapshot", "find_changes", "take_snapshot"]
 
@@ -156,6 +157,26 @@ class Lookout:
         counted = {path: inode for path, inode in held.items() if self._surroundings.counts(path)}
         written = {path for path in {*counted, *self._renamed(counted)} if self._was_written(path)}
         return sorted((find_changes(self._before, after) | written) - self._of_others)
+
+    def patterns(self, paths: Iterable[str]) -> list[str]:
+        """Globs of which each file matches one, also where a run gives new directories names of its own (a time)."""
+        found: list[str] = []
+        for path in paths:
+            if not matches(path, found):
+                found.append(self._pattern(path))
+        return found
+
+    def _pattern(self, path: str) -> str:
+        """The topmost directory that is new, or all in what holds it, unless that is a place where the drill looks."""
+        known, top = self._before.directories, path
+        for directory in above(path):
+            if directory in known:
+                is_new = top != path and known[directory]
+                if is_new and directory not in self._surroundings.directories:
+                    return f"{glob.escape(from_here(directory))}/*"
+                return glob.escape(from_here(top if is_new else path))
+            top = directory
+        return glob.escape(from_here(path))
 
     def _renamed(self, held: Mapping[str, int]) -> set[str]:
         """What the files that are gone may be now: they, or their directories, were given other names.

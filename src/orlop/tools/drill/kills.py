@@ -81,7 +81,7 @@ def plan_kills(
         count: How many kills.
         during_save: Whether every other one, the last one included, is to hit a checkpoint being written.
         step_seconds: How long a step takes; a kill between steps is delayed by up to that.
-        seed: Decides.
+        seed: Decides; with another `step_seconds`, as the next run measures it, instants are slightly off.
 
     Raises:
         ValueError: The run is too short for that many.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["DRILL_MARKER", "Surroundings", "above", "find_surroundings", "is_marked", "matches"]
+__all__ = ["DRILL_MARKER", "Surroundings", "above", "find_surroundings", "from_here", "is_marked", "matches"]
 
 DRILL_MARKER = ".orlop-drill"
 # A directory that holds one of these says itself that it can be made anew, or that another drill is at work there.
@@ -103,6 +103,12 @@ def above(path: str) -> Iterator[str]:
     """The directories above, the nearest first."""
     while (parent := os.path.dirname(path)) != path:
         yield (path := parent)
+
+
+def from_here(path: str) -> str:
+    """A path as it is told: from the current directory where it is below that."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if here in Path(path).parents else path
 
 
 def matches(path: str, patterns: Sequence[str]) -> bool:
