@@ -230,6 +230,7 @@ def _describe(
         "uneven": collected.uneven,
         "left_out": collected.left_out,
         "group_firsts": collected.group_firsts,
+        "group_keys": collected.group_keys,
         "aliases": {alias[cut:]: key[cut:] for alias, key in collected.aliases.items()},
         "parts": collected.kinds,
         "fingerprint": None if digests is None else dict(digests.leaves),

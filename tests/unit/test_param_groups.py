@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.rewriting import drop, rewrite
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import orlop
 from orlop import LoadPolicy, TrainEngine
-from orlop.errors import CheckpointMismatch
+from orlop.errors import CheckpointIncomplete, CheckpointMismatch
 
 SCHEDULES = {
     "lambda": lambda o: optim.lr_scheduler.LambdaLR(o, [lambda s: 0.9**s] * len(o.param_groups)),
@@ -276,3 +277,22 @@ def test_a_group_of_a_flattened_file_of_torchs_that_is_two_now_has_its_schedule_
     for engine in (first, second):
         train(engine, 3, start=2)
     assert_same(first, second)
+
+
+@pytest.mark.parametrize("layout", ["nested", "flattened"])
+@pytest.mark.parametrize("key", ["lr", "betas"])
+def test_a_hyperparameter_that_was_saved_and_is_gone_is_an_error(tmp_path, layout, key):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    engine = orlop.TrainEngine(model, torch.optim.AdamW(model.parameters(), lr=0.125))
+    engine.save_dcp(tmp_path / "x", optimizer_layout=layout)
+    assert not [finding for finding in orlop.verify(tmp_path / "x") if finding.is_fault]
+    rewrite(tmp_path / "x", drop(rf"optimizer\.param_groups\..*\.{key}(\..*)?"))
+    live = torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.5, 0.5))
+    with pytest.raises(CheckpointIncomplete) as caught:
+        orlop.TrainEngine(model, live).load_dcp(tmp_path / "x")
+    assert f"lost: optimizer.param_groups.0.{key} (" in str(caught.value)
+    assert (live.param_groups[0]["lr"], live.param_groups[0]["betas"]) == (0.5, (0.5, 0.5))
+    found = [finding.where for finding in orlop.verify(tmp_path / "x") if finding.kind == "lost"]
+    assert found == [f"optimizer.param_groups.0.{key}"]
+    orlop.TrainEngine(model, live).load_dcp(tmp_path / "x", load_args=False)

@@ -75,6 +75,7 @@ class Collected:
         kinds: For each plain part whether it is one for all ranks.
         torn: Extra state that ranks have otherwise: for each key the ranks, those of one content together.
         group_firsts: In the flattened layout, for each optimizer the first FQN of each group.
+        group_keys: For each optimizer the hyperparameters that all of its groups have.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +88,7 @@ class Collected:
     kinds: dict[str, PartKind] = field(default_factory=dict)
     torn: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     group_firsts: dict[str, list[str]] = field(default_factory=dict)
+    group_keys: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, path: tuple[Any, ...], value: Any) -> None:
         """Add one leaf under the key that torch gives its path."""
@@ -251,6 +253,8 @@ def _add_groups(
     for label, groups in local.groups.items():
         named = [{**group, "params": fqns} for group, fqns in zip(groups, names[label])]
         is_flattened = options.layout == "flattened"
+        common = set.intersection(*(set(group) for group in groups)) if groups else set()
+        collected.group_keys[label] = sorted(common - {"params"})
         if is_flattened:
             collected.group_firsts[label] = [group["params"][0] for group in named if group["params"]]
         for path, value in group_leaves(options.key_prefix + label, named, is_flattened=is_flattened):

@@ -204,7 +204,21 @@ class OptimizerLoad:
             self.saved = read_groups(self.groups_prefix, small, paths, self.group_names, self._rename, firsts)
         except CheckpointMismatch as error:
             return [_finding("groups", error)] if self.load_args else []
-        return []
+        return self._lost_hyperparameters() if self.load_args else []
+
+    def _lost_hyperparameters(self) -> list[Finding]:
+        recorded = self.manifest.group_keys.get(self.name, []) if self.manifest is not None else []
+        # Of a group that has nothing here, the flattened layout gives the names alone.
+        return [
+            Finding(
+                verdict="lost",
+                leaf=f"{self.groups_prefix}{index}.{key}",
+                detail="it was there when it was saved",
+            )
+            for index, group in enumerate(self.saved)
+            for key in recorded
+            if len(group) > 1 and key not in group
+        ]
 
     def _not_there(self, is_weights_only: bool) -> Finding:
         """The finding where the checkpoint has nothing of this optimizer: all state is fresh, or that is a fault."""

@@ -91,6 +91,7 @@ class Manifest(BaseModel):
         aliases: FQN of a tied entry to the FQN that its bytes were written for.
         group_firsts: In the flattened layout, which keeps no groups: the first FQN of each param group, in order, by
             optimizer name.
+        group_keys: The hyperparameters that every param group had, by optimizer name.
         parts: The other parts: one content for all ranks, or one per rank.
         files: Every file of the checkpoint but this one, with its size in bytes.
         digests: SHA-256 (hex) of each small file that orlop wrote beside DCP's own: the indexes of the data files, and
@@ -114,6 +115,7 @@ class Manifest(BaseModel):
     left_out: list[str] = []
     aliases: dict[str, str] = {}
     group_firsts: dict[str, list[str]] = {}
+    group_keys: dict[str, list[str]] = {}
     parts: dict[str, Literal["replicated", "per_rank"]] = {}
     files: dict[str, int] = {}
     digests: dict[str, str] = {}

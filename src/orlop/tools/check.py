@@ -22,7 +22,7 @@ from orlop.errors import CheckpointError
 from orlop.store.manifest import MANIFEST_NAME, Manifest
 from orlop.tools import param_groups
 from orlop.tools.findings import Finding, as_error, from_error
-from orlop.tools.key_rules import check_names
+from orlop.tools.key_rules import check_groups, check_names
 from orlop.tools.leaf_names import optimizer_names
 from orlop.tools.opened import Opened
 from orlop.tools.record_check import Outcome, RecordJob, check_record
@@ -124,9 +124,13 @@ def check_checkpoint(
     if catalog is not None:
         result.num_leaves = len(catalog.leaves)
         result.findings += _check_structure(catalog)
-        result.findings += check_names(
-            catalog.leaves, optimizer_names(catalog.leaves), _group_numbers(opened), manifest
-        )
+        result.findings += _check_indexed(catalog, indexes)
+        groups = _groups(opened)
+        numbers = {(group.optimizer, param): group.index for group in groups for param in group.params}
+        result.findings += check_names(catalog.leaves, optimizer_names(catalog.leaves), numbers, manifest)
+        if manifest is not None:
+            options = [(group.optimizer, group.index, group.options.keys()) for group in groups]
+            result.findings += check_groups(options, manifest)
         jobs = _jobs_of(catalog, indexes)
     threads = num_threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     _check_records(opened, jobs, indexes, threads, result, on_bytes)
@@ -186,13 +190,22 @@ def _check_structure(catalog: Catalog) -> Iterator[Finding]:
         yield Finding(kind="corrupt", where=leaf, what=what, found=f"a record at {offsets}")
 
 
-def _group_numbers(opened: Opened) -> dict[tuple[str, str], int]:
-    """The param group of each parameter; none where a group's record can't be read (its own check says so)."""
+def _check_indexed(catalog: Catalog, indexes: dict[str, FileIndex | None]) -> Iterator[Finding]:
+    """Every record that was written is a leaf's."""
+    known = {(extent.path, extent.offset) for extent in catalog.extents.values()}
+    for name, index in indexes.items():
+        for record in index.records if index is not None else ():
+            if (name, record.record[0]) not in known:
+                what = "the metadata does not know a leaf that was written"
+                yield Finding(kind="lost", where=f"{record.leaf} in {name}", what=what)
+
+
+def _groups(opened: Opened) -> list[param_groups.Group]:
+    """The param groups; none where a group's record can't be read (its own check says so)."""
     try:
-        groups = param_groups.groups(opened)
+        return param_groups.groups(opened)
     except (CheckpointError, OSError):
-        return {}
-    return {(group.optimizer, param): group.index for group in groups for param in group.params}
+        return []
 
 
 # -- records -----------------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ Owns these rules. Pure: names and the manifest in, findings out. They hold witho
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from orlop.store.manifest import Manifest, StateKeys
 from orlop.tools.findings import Finding
 from orlop.tools.leaf_names import split_state
 
-__all__ = ["check_names"]
+__all__ = ["check_groups", "check_names"]
 
 _SHOWN = 3
 _PARTIAL = "a parameter has only some of its optimizer state"
@@ -49,6 +49,27 @@ def check_names(
         grouped = {fqn for optimizer, fqn in groups if optimizer == label}
         for fqn in sorted({*grouped, *record.others, *stored} - absent):
             yield from _unlike_record(f"{label}.state.{fqn}", set(record[fqn]), stored.get(fqn, set()))
+
+
+def check_groups(
+    options: Iterable[tuple[str, int, Collection[str]]], manifest: Manifest
+) -> Iterator[Finding]:
+    """Hyperparameters that the manifest knows and a param group lacks.
+
+    Args:
+        options: For each group its optimizer's name, its index, and its hyperparameters' names.
+        manifest: What orlop noted at the save.
+    """
+    for label, index, names in options:
+        recorded = next((keys for name, keys in manifest.group_keys.items() if label.endswith(name)), [])
+        for key in recorded:
+            if not any(name == key or name.startswith(f"{key}.") for name in names):
+                yield Finding(
+                    kind="lost",
+                    where=f"{label}.param_groups.{index}.{key}",
+                    what="a hyperparameter is lost",
+                    todo="resume from another step",
+                )
 
 
 def _by_label(manifest: Manifest | None, labels: set[str]) -> dict[str, tuple[StateKeys, set[str]]]:

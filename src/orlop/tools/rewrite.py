@@ -168,7 +168,15 @@ def _manifest(manifest: Manifest, only: Sequence[str], digests: dict[str, str], 
     if is_cast:
         changes["fingerprint"] = None
     if only:
-        for name in ("optimizer_classes", "absent", "state_keys", "uneven", "group_firsts", "parts"):
+        for name in (
+            "optimizer_classes",
+            "absent",
+            "state_keys",
+            "uneven",
+            "group_firsts",
+            "group_keys",
+            "parts",
+        ):
             changes[name] = {
                 label: value for label, value in getattr(manifest, name).items() if label in only
             }

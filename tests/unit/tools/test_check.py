@@ -152,6 +152,22 @@ def test_state_that_is_there_in_part_is_found(tmp_path):
     assert found.expected == "exp_avg, exp_avg_sq, step"
 
 
+def test_a_leaf_that_the_metadata_forgot_is_found_in_the_index(tmp_path):
+    path = tmp_path / "x"
+    dcp.save({"a": torch.ones(2), "b": torch.ones(3), "c": [1]}, storage_writer=orlop.dcp.Writer(path))
+    assert not faults(path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for leaf in ("b", "c"):
+        del metadata.state_dict_metadata[leaf]
+    metadata.storage_data = {i: info for i, info in metadata.storage_data.items() if i.fqn == "a"}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / "metadata.json").unlink()
+    assert [(found.kind, found.where.split(" in ")[0]) for found in faults(path)] == [
+        ("lost", "b"),
+        ("lost", "c"),
+    ]
+
+
 def test_other_state_in_another_group_is_no_fault(tmp_path):
     plain = {"exp_avg": torch.ones(2)}
     saved = {
