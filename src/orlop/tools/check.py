@@ -9,23 +9,24 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from orlop.dcp.catalog import Catalog, Extent, Index, TensorEntry
+from orlop.dcp.catalog import Catalog, Extent, TensorEntry
 from orlop.dcp.contents import METADATA_NAME
 from orlop.dcp.index import FileIndex
 from orlop.errors import CheckpointError
-from orlop.store.manifest import MANIFEST_NAME, Manifest
+from orlop.store.manifest import MANIFEST_NAME
 from orlop.tools import param_groups
 from orlop.tools.findings import Finding, as_error, from_error
 from orlop.tools.key_rules import check_groups, check_names
 from orlop.tools.leaf_names import optimizer_names
 from orlop.tools.opened import Opened
 from orlop.tools.record_check import Outcome, RecordJob, check_record
+from orlop.tools.structure import check_files, check_indexed, check_structure
 from orlop.wording import counted
 
 if TYPE_CHECKING:
@@ -117,14 +118,14 @@ def check_checkpoint(
     if result.findings:
         opened.contents.ignore_manifest()
     if manifest is not None:
-        result.findings += _check_files(opened, manifest)
+        result.findings += check_files(opened.sizes, manifest)
     catalog = _attempt(lambda: opened.catalog, METADATA_NAME, result.findings)
     indexes = _read_indexes(opened, catalog, result.findings)
     jobs = _jobs_of_indexes(indexes)
     if catalog is not None:
         result.num_leaves = len(catalog.leaves)
-        result.findings += _check_structure(catalog)
-        result.findings += _check_indexed(catalog, indexes)
+        result.findings += check_structure(catalog)
+        result.findings += check_indexed(catalog, indexes)
         groups = _groups(opened)
         numbers = {(group.optimizer, param): group.index for group in groups for param in group.params}
         result.findings += check_names(catalog.leaves, optimizer_names(catalog.leaves), numbers, manifest)
@@ -145,59 +146,6 @@ def _attempt(read: Callable[[], _T], name: str, findings: list[Finding]) -> _T |
     except (CheckpointError, OSError) as error:
         findings.append(from_error(error, name))
         return None
-
-
-# -- small files and structure -----------------------------------------------------------------------------------------
-
-
-def _check_files(opened: Opened, manifest: Manifest) -> Iterator[Finding]:
-    """The files that the manifest promises, by name and size."""
-    for name, nbytes in manifest.files.items():
-        there = opened.sizes.get(name)
-        if there is None:
-            yield Finding(
-                kind="incomplete", where=name, what="a file is missing", expected=counted(nbytes, "byte")
-            )
-        elif there != nbytes:
-            yield Finding(
-                kind="incomplete" if there < nbytes else "corrupt",
-                where=name,
-                what="a file has not the size that was written",
-                expected=counted(nbytes, "byte"),
-                found=counted(there, "byte"),
-            )
-    for name in sorted(opened.sizes.keys() - manifest.files.keys() - {MANIFEST_NAME}):
-        if not name.endswith(".index.json"):  # `convert --in-place-index` adds these later
-            yield Finding(kind="unlisted", where=name, what="the manifest doesn't know this file")
-
-
-def _check_structure(catalog: Catalog) -> Iterator[Finding]:
-    """Every leaf is covered by chunks, every chunk stands in a file, and nothing else does."""
-    expected: set[Index] = set()
-    for leaf, entry in catalog.leaves.items():
-        if entry is None:
-            expected.add((leaf, None))
-            continue
-        if entry.gap:
-            what = "a part of a tensor is in no file"
-            yield Finding(kind="incomplete", where=leaf, what=what, found=entry.gap)
-        expected.update((leaf, box.offsets) for box in entry.chunks)
-    for leaf, offsets in expected - catalog.extents.keys():
-        what = "the metadata names no file for a part of a leaf: its save failed half-way"
-        yield Finding(kind="incomplete", where=leaf, what=what, found=f"nothing at {offsets}")
-    for leaf, offsets in catalog.extents.keys() - expected:
-        what = "a file holds a part of a leaf that the metadata doesn't describe"
-        yield Finding(kind="corrupt", where=leaf, what=what, found=f"a record at {offsets}")
-
-
-def _check_indexed(catalog: Catalog, indexes: dict[str, FileIndex | None]) -> Iterator[Finding]:
-    """Every record that was written is a leaf's."""
-    known = {(extent.path, extent.offset) for extent in catalog.extents.values()}
-    for name, index in indexes.items():
-        for record in index.records if index is not None else ():
-            if (name, record.record[0]) not in known:
-                what = "the metadata does not know a leaf that was written"
-                yield Finding(kind="lost", where=f"{record.leaf} in {name}", what=what)
 
 
 def _groups(opened: Opened) -> list[param_groups.Group]:
