@@ -51,6 +51,9 @@ def build_model(spec: str) -> nn.Module:
 def _build(spec: str, stem: str, function: str) -> nn.Module:
     try:
         module = importlib.import_module(stem)
+    except ModuleNotFoundError as error:
+        todo = "modules are found from the current directory and where Python looks; or give file.py:function"
+        raise OrlopError("the module can't be imported", where=spec, found=_said(error), todo=todo) from error
     except (Exception, SystemExit) as error:
         todo = "it is imported: what it does when it is run as a script belongs below `if __name__ == ...`"
         raise OrlopError("the module can't be imported", where=spec, found=_said(error), todo=todo) from error

@@ -5,7 +5,10 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.unit.tools import samples
 from tests.unit.tools.samples import golden
+
+import orlop
 
 MODELS = """
 import torch
@@ -53,6 +56,7 @@ def verify(call, tmp_path, monkeypatch):
     (tmp_path / "sub" / "models_below_of_test.py").write_text(MODELS)
     (tmp_path / "script_of_test.py").write_text("import sys; sys.exit(2)")
     (tmp_path / "torn_of_test.py").write_text("def build(:")
+    (tmp_path / "needs_of_test.py").write_text("import nowhere_of_test")
     monkeypatch.chdir(tmp_path)
     return lambda spec, *more: call("verify", path, "--against", spec, *more)
 
@@ -105,16 +109,21 @@ def test_another_model(verify, function, findings):
         ("models_of_test:nobody", "there is no such function: models_of_test:nobody"),
         (
             "nowhere_of_test:build",
-            "there is no such function: nowhere_of_test:build\n  found: No module named",
+            "the module can't be imported: nowhere_of_test:build\n  found: ModuleNotFoundError: No module named",
+        ),
+        ("sub/nowhere_of_test.py:build", "there is no such file: {here}/sub/nowhere_of_test.py\n"),
+        (
+            "needs_of_test.py:build",
+            "can't be imported: needs_of_test.py:build\n  found: ModuleNotFoundError: ",
         ),
         ("script_of_test.py:main", "can't be imported: script_of_test.py:main\n  found: SystemExit: 2"),
         ("torn_of_test:build", "can't be imported: torn_of_test:build\n  found: SyntaxError: "),
     ],
 )
-def test_a_function_that_is_of_no_use_is_one_message_before_anything_is_read(verify, spec, said):
+def test_a_function_that_is_of_no_use_is_one_message_before_anything_is_read(verify, tmp_path, spec, said):
     code, out, err = verify(spec)
     assert (code, out) == (3, "")
-    assert said in err
+    assert said.replace("{here}", str(tmp_path)) in err
     assert "Traceback" not in err
 
 
@@ -130,9 +139,52 @@ def test_weights_at_the_top_beside_an_optimizer(call, tmp_path, monkeypatch):
     linear = torch.nn.Linear(2, 2)
     state = {**linear.state_dict(), "optimizer": {"state": {"weight": {"exp_avg": torch.ones(2, 2)}}}}
     state["optimizer"]["param_groups"] = [{"lr": 0.1, "params": ["weight", "bias"]}]
-    dcp.save({**state, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "x")
+    dcp.save({**state, "train_state": {"step": torch.tensor(3)}}, checkpoint_id=tmp_path / "x")
     (tmp_path / "top_of_test.py").write_text(
         "from torch import nn\n\ndef build():\n    return nn.Linear(2, 2)\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert call("verify", "x", "--against", "top_of_test:build")[0] == 0
+    code, out, _ = call("verify", "x", "--against", "top_of_test:build")
+    assert (code, out.splitlines()[0]) == (0, "x: sound")
+
+
+def test_what_is_wrong_with_weights_at_the_top_is_named_as_it_stands_there(call, tmp_path, monkeypatch):
+    entries = {"model.weight": torch.ones(3, 2), "model.old": torch.ones(2), "count": torch.tensor(3)}
+    dcp.save(entries, checkpoint_id=tmp_path / "x")
+    (tmp_path / "named_model_of_test.py").write_text(
+        "from torch import nn\n\ndef build():\n    return nn.ModuleDict({'model': nn.Linear(2, 2)})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = call("verify", "x", "--against", "named_model_of_test:build", "--json")
+    (result,) = json.loads(out)
+    assert code == 1
+    assert [(found["kind"], found["where"]) for found in result["findings"]] == [
+        ("shape", "model.weight"),
+        ("missing", "model.bias"),
+        ("unexpected", "model.old"),
+    ]
+
+
+def test_what_was_left_out_on_purpose_is_not_missing(call, tmp_path, monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    engine = orlop.TrainEngine(model, orlop.SwapAdamW(model[1].parameters(), lr=0.1))
+    engine.save_dcp(tmp_path / "x", include_frozen=False)
+    (tmp_path / "frozen_of_test.py").write_text(
+        "from torch import nn\n\ndef build(count=2):\n"
+        "    return nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])\n\n"
+        "def longer():\n    return build(3)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = call("verify", "x", "--against", "frozen_of_test:build")
+    assert (code, out.splitlines()[0]) == (0, "x: sound")
+    code, out, _ = call("verify", "x", "--against", "frozen_of_test:longer")
+    assert (code, out.splitlines()[0]) == (1, "x: 2 findings")
+    assert "model.2.weight" in out
+
+
+def test_a_tied_weight_is_not_missing(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    samples.engine().save_dcp(tmp_path / "x")
+    code, out, _ = call("verify", "x", "--against", "tests.unit.tools.samples:Net")
+    assert (code, out.splitlines()[0]) == (0, "x: sound")

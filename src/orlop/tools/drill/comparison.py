@@ -195,7 +195,7 @@ def hint(rows: Sequence[Comparison], went_on_from: Collection[int] = ()) -> str 
         return _SEED_HINT
     counts = {row.what: row.count for row in rows}
     has_streams, has_position = (counts.get(kind) != 0 for kind in ("random generators", "sampler"))
-    if "random generators" in off and has_streams and not has_position:
+    if has_streams and not has_position and off.keys() & {"random generators", "sampler"}:
         return _NO_POSITION_HINT
     for kind, text in _HINTS:
         if kind in off:

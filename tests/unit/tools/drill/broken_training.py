@@ -63,9 +63,8 @@ model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 1))
 optimizer = orlop.SwapAdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
 sampler = Sampler()
-engine = orlop.TrainEngine(
-    model, optimizer, scheduler, parts={"rng": orlop.RngState(), "data": sampler}, max_grad_norm=10.0
-)
+parts = {"rng": orlop.RngState()} | ({} if FAULT == "no sampler" else {"data": sampler})
+engine = orlop.TrainEngine(model, optimizer, scheduler, parts=parts, max_grad_norm=10.0)
 samples = torch.linspace(-1, 1, COUNT * 4).view(COUNT, 4)
 
 

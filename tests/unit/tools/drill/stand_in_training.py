@@ -4,7 +4,8 @@
 
 It keeps one number, saves as the store does, and goes on from its newest checkpoint. The fault is `none`, or:
 `forgets` something at a resume, `starts anew`, `never saves`, `saves elsewhere`, `fails` at step 3, writes
-quickly up to step 8 (`quick`), has two `ranks`. It `logs` into the current directory; or to what $STAND_IN_FILE
+quickly up to step 8 (`quick`), has two `ranks`. It `logs` into the current directory, `traces` into a
+directory in `runs` there that each start gives a name of its own; or to what $STAND_IN_FILE
 names, holding it open (`holds`), or each time anew under another name first (`replaces`).
 """
 
@@ -23,6 +24,10 @@ def write_elsewhere(fault: str, step: int) -> None:
     if fault == "logs":
         with open("train.log", "a") as log:
             log.write(f"step {step}\n")
+    elif fault == "traces":
+        path = Path("runs", str(os.getpid()), "events")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     elif fault == "holds":
         file = HELD[0] if HELD else open(os.environ["STAND_IN_FILE"], "a")  # noqa: SIM115
         HELD[:] = [file]

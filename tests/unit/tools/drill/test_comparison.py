@@ -101,6 +101,24 @@ def test_a_hint_blames_no_scheduler_and_no_random_streams_that_are_not_there():
     assert "no random generators in the checkpoints" in hint([*off, *compare_fingerprints(without, without)])
 
 
+def test_a_data_position_that_is_not_saved_is_the_cause_and_not_the_random_streams():
+    without = {leaf: digest for leaf, digest in LEAVES.items() if leaf != "data.rank_0"}
+    same, lost = compare_fingerprints(without, without), "no data position is saved"
+    loss = compare_records(LINES, [{**line, "loss": 2} for line in LINES])
+    streams = compare_fingerprints(without, {**without, "rng.rank_0": "zz", "model.w": "zz"})
+    assert lost in hint([*loss, *same])
+    assert lost in hint([*loss, *streams])
+    assert lost in hint(compare_fingerprints(without, without, KINDS))
+    # What the position has no part in is blamed as before.
+    assert "never seeded" in hint(compare_fingerprints(without, {**without, "rng.rank_0": "zz"}))
+    rates = compare_records(LINES, [{**line, "lr": 1, "loss": 2} for line in LINES])
+    assert "schedule" in hint([*rates, *same])
+    moments = {leaf: "zz" if kind_of(leaf) == "moments" else digest for leaf, digest in without.items()}
+    assert "moments" in hint([*loss, *compare_fingerprints(without, moments)], went_on_from=[99])
+    neither = {leaf: digest for leaf, digest in without.items() if leaf != "rng.rank_0"}
+    assert "no random generators" in hint([*loss, *compare_fingerprints(neither, neither)])
+
+
 def test_reading_leaves_out_torn_lines_and_takes_a_step_that_was_done_again(tmp_path: Path):
     path = tmp_path / "records.jsonl"
     assert read_records(path) == []

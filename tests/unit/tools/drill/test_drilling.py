@@ -1,6 +1,8 @@
 """The drill, on a stand-in for the training: what it says, and that it notices what is wrong."""
 
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -143,6 +145,18 @@ def test_what_may_be_written_is_no_matter(tmp_path, here):
     assert (here / "train.log").exists()
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_the_advice_leads_out_of_a_refusal_where_each_start_names_its_directory(tmp_path, here, earlier):
+    if earlier:
+        (here / "runs").mkdir()
+    with pytest.raises(RunFailed, match="outside of") as refused:
+        run(tmp_path / "out", "traces", kills=1)
+    (pattern,) = re.findall(r"--may-write (\S+)", str(refused.value))
+    assert shlex.split(pattern) == ["runs/*" if earlier else "runs"]
+    result, _ = run(tmp_path / "out", "traces", kills=1, may_write=shlex.split(pattern))
+    assert result.is_identical, result.rows
+
+
 @pytest.mark.parametrize("fault", ["holds", "replaces"])
 def test_a_file_anywhere_that_is_held_open_is_refused(tmp_path_factory, tmp_path, monkeypatch, fault):
     far = tmp_path_factory.mktemp("far")
@@ -153,11 +167,16 @@ def test_a_file_anywhere_that_is_held_open_is_refused(tmp_path_factory, tmp_path
     assert not (tmp_path / "out" / "killed").exists()
 
 
-def test_also_the_second_run_is_refused_what_it_writes_elsewhere(tmp_path, monkeypatch):
+def test_also_the_second_run_is_refused_what_it_writes_elsewhere_and_the_comparison_is_told(
+    tmp_path, monkeypatch
+):
     far = tmp_path / "out" / "uninterrupted" / "state"
     monkeypatch.setenv("STAND_IN_FILE", str(far))
-    with pytest.raises(RunFailed, match=r"killed: outside of \{run\}.*: out/uninterrupted/state\n"):
+    with pytest.raises(
+        RunFailed, match=r"killed: outside of \{run\}.*: out/uninterrupted/state\n"
+    ) as refused:
         run(tmp_path / "out", "holds", kills=1)
+    assert str(refused.value).endswith("but for that, the two runs are identical")
 
 
 def test_that_there_is_more_than_is_looked_at_is_said(tmp_path, monkeypatch):

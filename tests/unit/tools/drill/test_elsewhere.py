@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from orlop.tools.drill.elsewhere import Lookout, OpenFiles, Snapshot, find_changes, take_snapshot
-from orlop.tools.drill.surroundings import Surroundings
+from orlop.tools.drill.surroundings import Surroundings, matches
 
 ONE, TWO = (1, 10, 5), (1, 11, 5)
 
@@ -124,6 +124,34 @@ def test_what_another_process_writes_already_is_not_the_runs(tmp_path):
         found = Lookout(Surroundings(directories=(str(tmp_path),)))
         log.write("killed one process")
     assert found.find({}) == []
+
+
+@pytest.mark.parametrize(
+    "stands, written, patterns",
+    [
+        ([], ["runs/1/events", "runs/1/more"], ["runs"]),
+        (["runs"], ["runs/2/a/events", "runs/2/events"], ["runs/*"]),
+        (["runs"], ["runs/summary"], ["runs/summary"]),
+        ([], ["a.log", "wandb/run-1/log"], ["a.log", "wandb"]),
+        (["run[1]"], ["run[1]/2/a"], ["run[[]1]/*"]),
+    ],
+)
+def test_the_patterns_also_match_what_the_next_run_names_otherwise(here, stands, written, patterns):
+    for directory in stands:
+        (here / directory).mkdir()
+    lookout = Lookout(Surroundings(directories=(str(here),)))
+    for name in written:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).touch()
+    found = lookout.find({})
+    assert found == [str(here / name) for name in written]
+    assert lookout.patterns(found) == patterns
+    assert all(matches(path, patterns) for path in found)
+
+
+def test_the_pattern_of_a_file_where_nobody_looked_is_the_file(lookout, tmp_path):
+    (tmp_path / "far").mkdir()
+    assert lookout.patterns([str(tmp_path / "far" / "a")]) == ["far/a"]
 
 
 HOLDER = """

@@ -13,6 +13,7 @@ from orlop.tools.drill.kills import Kill
 SCRIPT = Path(__file__).with_name("broken_training.py")
 HINTS = {
     "seeds again": "random streams are not restored",
+    "no sampler": "no data position is saved",
     "sampler": "the data's position is not restored",
     "schedule": "the learning rate's schedule is off",
     "moments": "moments are not restored exactly",
