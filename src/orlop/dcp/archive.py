@@ -17,7 +17,17 @@ from orlop.dcp.dtypes import ITEM_BYTES
 from orlop.errors import CheckpointCorrupt
 from orlop.wording import counted
 
-__all__ = ["Member", "TensorRecord", "Unusual", "content_at", "locate_tensor", "raw_at", "read_directory"]
+__all__ = [
+    "LOCAL",
+    "WIDE",
+    "Member",
+    "TensorRecord",
+    "Unusual",
+    "content_at",
+    "locate_tensor",
+    "raw_at",
+    "read_directory",
+]
 
 ReadAt = Callable[[int, int], bytes]
 
@@ -25,8 +35,10 @@ _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_MANY = 0xFFFFFFFF
+LOCAL = struct.Struct("<4sHHHHHIIIHH")
+WIDE = 0xFFFFFFFF
+_FLAGS, _DEFLATE_FLAGS = 0x0808, 0x0006
+_IS_FOLDER = 0x10
 _TAIL_BYTES = 4096
 _USUAL_PADDING = 96
 _MOST_DIRECTORY_BYTES = 1 << 20
@@ -43,14 +55,23 @@ class Member:
         nbytes: Of its content.
         stored_bytes: Of its content as it stands there; the same unless it is compressed.
         crc: CRC-32 of its content; 0 when the writer did not compute one.
-        is_stored: Whether the content stands there as it is.
+        method: Of compression; 0 for none.
+        flags: The zip's.
+        modified: Time and date, as the zip has them.
     """
 
     header_at: int
     nbytes: int
     stored_bytes: int
     crc: int
-    is_stored: bool
+    method: int
+    flags: int
+    modified: tuple[int, int]
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the content stands there as it is."""
+        return self.method == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +135,8 @@ def read_directory(read: ReadAt, nbytes: int, where: str) -> dict[str, Member]:
     """The files inside a record.
 
     Raises:
-        Unusual: It is a legacy record, no zip; or of several disks, or encrypted.
-        CheckpointCorrupt: It is damaged.
+        Unusual: It is a legacy record, no zip.
+        CheckpointCorrupt: It is damaged, or of several disks, or encrypted.
     """
     tail_at = max(0, nbytes - _TAIL_BYTES)
     tail = read(tail_at, nbytes - tail_at)
@@ -143,19 +164,12 @@ def read_directory(read: ReadAt, nbytes: int, where: str) -> dict[str, Member]:
 
 def _directory_span(tail: bytes, tail_at: int, nbytes: int, where: str) -> tuple[int, int, int]:
     """Where the directory starts in the record, its length, and how many files it lists."""
-    _, disk, start_disk, here, count, size, at, comment = _END.unpack(tail[-_END.size :])
+    *fields, comment = _END.unpack(tail[-_END.size :])[1:]
     end = nbytes - _END.size
     locator = tail[-_END.size - _LOCATOR.size : -_END.size]
     if len(locator) == _LOCATOR.size and locator.startswith(b"PK\x06\x07"):
-        end64 = _LOCATOR.unpack(locator)[2]
-        if not tail_at <= end64 <= nbytes - _END.size - _LOCATOR.size - _END64.size:
-            raise CheckpointCorrupt("a record's zip directory lies outside it", where=where)
-        signature, _, _, _, disk, start_disk, here, count, size, at = _END64.unpack_from(
-            tail, end64 - tail_at
-        )
-        if signature != b"PK\x06\x06":
-            raise CheckpointCorrupt("a record's zip directory is damaged", where=where)
-        end = end64
+        end, fields = _end64(tail, tail_at, nbytes, fields, where)
+    disk, start_disk, here, count, size, at = fields
     if disk or start_disk or here != count or comment:
         raise CheckpointCorrupt("a record's zip directory is damaged", where=where)
     if size > _MOST_DIRECTORY_BYTES or at + size != end or count * _ENTRY.size > size:
@@ -165,6 +179,21 @@ def _directory_span(tail: bytes, tail_at: int, nbytes: int, where: str) -> tuple
             found=f"{counted(size, 'byte')} at {at} of {nbytes}",
         )
     return at, size, count
+
+
+def _end64(tail: bytes, tail_at: int, nbytes: int, narrow: list[int], where: str) -> tuple[int, list[int]]:
+    """Where the directory's 64-bit end stands, and its fields; the old end says the same, as far as it can."""
+    locator_at = nbytes - _END.size - _LOCATOR.size
+    _, disk, end64, disks = _LOCATOR.unpack_from(tail, locator_at - tail_at)
+    if not tail_at <= end64 <= locator_at - _END64.size:
+        raise CheckpointCorrupt("a record's zip directory lies outside it", where=where)
+    signature, length, _, _, *fields = _END64.unpack_from(tail, end64 - tail_at)
+    unknown = (0xFFFF,) * 4 + (WIDE,) * 2
+    is_same = all(old in (new, most) for old, new, most in zip(narrow, fields, unknown))
+    is_whole = signature == b"PK\x06\x06" and end64 + 12 + length == locator_at
+    if not is_same or not is_whole or disk or disks != 1:
+        raise CheckpointCorrupt("a record's zip directory is damaged", where=where)
+    return end64, fields
 
 
 def _entry(directory: bytes, place: int, limit: int, where: str) -> tuple[str, Member, int]:
@@ -179,20 +208,34 @@ def _entry(directory: bytes, place: int, limit: int, where: str) -> tuple[str, M
     after = extra_at + extra_bytes + comment_bytes
     if signature != b"PK\x01\x02" or after > len(directory) or comment_bytes or fields[13]:
         raise CheckpointCorrupt("a record's zip directory is damaged", where=where)
-    if flags & ~0x0808 or flags & 1:
-        raise Unusual(f"its zip has flags 0x{flags:04x}")
+    # Torch writes no others, and what has others it can't read.
+    if flags & ~(_FLAGS | (_DEFLATE_FLAGS if method else 0)):
+        raise CheckpointCorrupt(
+            "a record's zip directory is damaged", where=where, found=f"flags 0x{flags:04x}"
+        )
     name = directory[name_at:extra_at].decode("utf-8", "replace")
     extra = directory[extra_at : extra_at + extra_bytes]
     size, stored, header_at = _wide(extra, size, stored, header_at, where)
-    if header_at + _LOCAL.size + stored > limit or (method == 0 and size != stored):
+    if header_at + LOCAL.size + stored > limit or (method == 0 and size != stored):
         raise CheckpointCorrupt("a file in a record lies outside it", where=f"{where}: {name}")
-    member = Member(header_at=header_at, nbytes=size, stored_bytes=stored, crc=crc, is_stored=method == 0)
+    # Torch gives a folder's content as nothing, and leaves the tensor as it was.
+    if fields[15] & _IS_FOLDER and (size or not name.endswith("/")):
+        raise CheckpointCorrupt("a record's zip directory calls a file a folder", where=f"{where}: {name}")
+    member = Member(
+        header_at=header_at,
+        nbytes=size,
+        stored_bytes=stored,
+        crc=crc,
+        method=method,
+        flags=flags,
+        modified=fields[5:7],
+    )
     return name, member, after
 
 
 def _wide(extra: bytes, size: int, stored: int, header_at: int, where: str) -> tuple[int, int, int]:
     """Sizes and offset, from the zip64 field where they don't fit into 32 bits."""
-    wanted = [value == _MANY for value in (size, stored, header_at)]
+    wanted = [value == WIDE for value in (size, stored, header_at)]
     if not any(wanted):
         return size, stored, header_at
     at = 0
@@ -227,16 +270,16 @@ def raw_at(read: ReadAt, member: Member, name: str, nbytes: int, where: str) -> 
         CheckpointCorrupt: Its header is damaged.
     """
     encoded = name.encode()
-    extra_at = _LOCAL.size + len(encoded)
+    extra_at = LOCAL.size + len(encoded)
     header = read(member.header_at, extra_at + _USUAL_PADDING)
     if len(header) < extra_at:
         raise CheckpointCorrupt("a record ends early", where=where)
-    fields = _LOCAL.unpack_from(header)
+    fields = LOCAL.unpack_from(header)
     extra_bytes = fields[10]
     if extra_bytes > _USUAL_PADDING:
         header = read(member.header_at, extra_at + extra_bytes)
     is_sound = (
-        fields[0] == b"PK\x03\x04" and fields[9] == len(encoded) and header[_LOCAL.size : extra_at] == encoded
+        fields[0] == b"PK\x03\x04" and fields[9] == len(encoded) and header[LOCAL.size : extra_at] == encoded
     )
     # A damaged length of the extra field would move the data: its own inner lengths must add up to it.
     if not is_sound or not _adds_up(header[extra_at : extra_at + extra_bytes], extra_bytes):

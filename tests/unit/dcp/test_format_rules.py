@@ -36,6 +36,7 @@ TESTS = {
     "R3": (f"{HERE}/test_record.py", "test_what_is_no_plain_tensor_is_unusual"),
     "R4": (f"{HERE}/test_reader.py", "test_r4_transforms_that_cant_be_undone_are_corrupt"),
     "R5": (f"{HERE}/test_damage.py", "test_a_record_that_says_it_is_compressed_and_is_not"),
+    "R6": ("tests/unit/tools/test_frame_check.py", "test_no_flipped_bit_that_torch_stumbles_over_is_missed"),
 }
 
 
