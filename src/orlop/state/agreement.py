@@ -253,12 +253,12 @@ def _add_groups(
     for label, groups in local.groups.items():
         named = [{**group, "params": fqns} for group, fqns in zip(groups, names[label])]
         is_flattened = options.layout == "flattened"
-        common = set.intersection(*(set(group) for group in groups)) if groups else set()
-        collected.group_keys[label] = sorted(common - {"params"})
         if is_flattened:
             collected.group_firsts[label] = [group["params"][0] for group in named if group["params"]]
         for path, value in group_leaves(options.key_prefix + label, named, is_flattened=is_flattened):
             collected.add(path, value)
+        common = set.intersection(*(set(group) for group in groups)) if groups else set()
+        collected.group_keys[label] = sorted(common - {"params"})
 
 
 def part_slots(name: str, stored: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
