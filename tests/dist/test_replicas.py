@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.modules import Remembers
 from torch import nn
 
 import orlop
@@ -49,20 +50,6 @@ def test_d04_replicas_that_differ_are_named_with_their_ranks(tmp_path: Path) -> 
 def test_d04_equal_replicas_are_no_news_and_nothing_is_compared_unasked(tmp_path: Path) -> None:
     assert run_ranks(save, 2, tmp_path / "alike", False, True) == [[], []]
     assert run_ranks(save, 2, tmp_path / "unasked", True, False) == [[], []]
-
-
-class Remembers(nn.Module):
-    """Has extra state of any kind."""
-
-    def __init__(self, value: object) -> None:
-        super().__init__()
-        self.value = value
-
-    def get_extra_state(self) -> object:
-        return self.value
-
-    def set_extra_state(self, state: object) -> None:
-        self.value = state
 
 
 def save_extra(rank: int, root: Path, as_tensor: bool) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.modules import Remembers
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -131,18 +132,6 @@ def test_stages_of_which_one_has_hooks_take_each_its_own(tmp_path: Path) -> None
     assert one == two
     assert "2 unexpected" in one
     assert "unexpected: model.more.weight" in one
-
-
-class Remembers(nn.Module):
-    def __init__(self, value: object) -> None:
-        super().__init__()
-        self.value = value
-
-    def get_extra_state(self) -> object:
-        return self.value
-
-    def set_extra_state(self, state: object) -> None:
-        self.value = state
 
 
 def save_extra(rank: int, root: Path) -> object:

@@ -60,9 +60,11 @@ def check_groups(
         options: For each group its optimizer's name, its index, and its hyperparameters' names.
         manifest: What orlop noted at the save.
     """
-    for label, index, names in options:
-        recorded = next((keys for name, keys in manifest.group_keys.items() if label.endswith(name)), [])
-        for key in recorded:
+    groups = list(options)
+    labels = {label for label, _, _ in groups}
+    recorded = {_label_of(name, labels): keys for name, keys in manifest.group_keys.items()}
+    for label, index, names in groups:
+        for key in recorded.get(label, ()):
             if not any(name == key or name.startswith(f"{key}.") for name in names):
                 yield Finding(
                     kind="lost",
@@ -73,13 +75,17 @@ def check_groups(
 
 
 def _by_label(manifest: Manifest | None, labels: set[str]) -> dict[str, tuple[StateKeys, set[str]]]:
-    """What was recorded of each optimizer: keys of state, and who has none. Keys may have a prefix that names lack."""
+    """What was recorded of each optimizer: keys of state, and who has none."""
     found: dict[str, tuple[StateKeys, set[str]]] = {}
     if manifest is not None:
         for name, record in sorted(manifest.state_keys.items()):
-            label = min((label for label in labels if label.endswith(name)), key=len, default=name)
-            found[label] = record, set(manifest.absent.get(name, ()))
+            found[_label_of(name, labels)] = record, set(manifest.absent.get(name, ()))
     return found
+
+
+def _label_of(name: str, labels: set[str]) -> str:
+    """What an optimizer of the manifest is called in the keys, which may have a prefix that names there lack."""
+    return min((label for label in labels if label.endswith(name)), key=len, default=name)
 
 
 def _unlike_record(where: str, recorded: set[str], present: set[str]) -> Iterator[Finding]:

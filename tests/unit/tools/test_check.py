@@ -265,3 +265,15 @@ def test_a_record_of_another_shape_than_the_metadata_says_is_found(tmp_path):
     assert {each.where.split(" in ")[0] for each in found} == {"model.matrix", "model.unused"}
     assert {each.kind for each in found} == {"corrupt"}
     assert {each.what for each in found} == {"a record is not what the metadata says"}
+
+
+def test_an_optimizer_whose_name_ends_as_anothers_is_judged_by_its_own_record(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizers = {
+        "opt": torch.optim.AdamW(model[0].parameters()),
+        "my_opt": torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9),
+    }
+    for key_prefix in ("", "run."):
+        path = tmp_path / f"x{key_prefix}"
+        orlop.TrainEngine(model, optimizers).save_dcp(path, key_prefix=key_prefix)
+        assert faults(path) == []
